@@ -25,7 +25,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "logprobs_mode", "check_anew", "check_integrity"),
+    *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
@@ -49,7 +49,9 @@ class VerifierOptions(Options):
     verifier_labels: Labels = option({}, "Ray label selector of verifiers' nodes.")
     enable_prefix_caching: bool = option(True)
     async_scheduling: bool = option(True, "Launch the next step before one is read; without CUDA, none is.")
-
+    rollouts: bool = option(
+        False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
         "raw_logprobs", "Of requests that name none: the model's own, or of the law that a token was drawn from."
     )
@@ -59,6 +61,8 @@ class VerifierOptions(Options):
         for name in ("engine_kwargs", "lora_modules"):
             if self.engine == OUTRIDER and getattr(self, name):
                 raise ValueError(f"{name} are vLLM's: they need engine vllm")
+        if self.rollouts and self.engine == VLLM:
+            raise ValueError("rollouts: they are our own engine's")
         for name in _NOT_KWARGS:
             if name in self.engine_kwargs:
                 raise ValueError(f"engine_kwargs: {name} is not vLLM's to be told: say it to the service")
@@ -190,6 +194,7 @@ class ServiceConfig(PoolsConfig):
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.verifiers.enable_prefix_caching,
             async_scheduling=self.verifiers.async_scheduling,
+            rollouts=self.verifiers.rollouts,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             max_tree_nodes=max(pool.speculative.num_tree_nodes for pool in self.drafters),

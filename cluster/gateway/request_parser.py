@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 4  # as OpenAI
 MAX_STOP_STRING_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LABEL_CHARS = 256  # of a session id or cache salt
+MAX_HISTORY_KEY_CHARS = 128
 MAX_REQUEST_ID_CHARS = 128
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI
 _SAMPLING_FIELDS = (  # of RequestInput and of SamplingParams, unchanged
@@ -57,6 +58,7 @@ class ModelInfo:
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
     logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
+    rollouts: bool = False  # responses are remembered by prompt or `history_key`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class RequestInput:
     target_inter_token_ms: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    history_key: str | None = None  # in rollouts alone
+    store: bool | None = None  # False: in rollouts, its response is not remembered
     prediction: str | None = None  # expected output, used as a draft
 
 
@@ -124,6 +128,7 @@ class ValidRequest:
     target_inter_token_ms: float | None
     session_id: str | None
     cache_salt: str
+    history_key: str | None = None  # as in `GenerationRequest`
     adapter: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -138,6 +143,7 @@ class ValidRequest:
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
+                history_key=self.history_key,
                 adapter=self.adapter,
                 prediction_token_ids=self.prediction_token_ids,
                 priority=self.priority,
@@ -182,10 +188,20 @@ class RequestParser:
             target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
+            history_key=self._history_key(request),
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
             warnings=request.warnings,
         )
+
+    def _history_key(self, request: RequestInput) -> str | None:
+        key = request.history_key
+        if not self.model.rollouts:
+            _require(key is None, "history_key", "left out: this service was not started with --rollouts")
+            return None
+        fits = key is None or len(key) <= MAX_HISTORY_KEY_CHARS
+        _require(fits, "history_key", f"at most {MAX_HISTORY_KEY_CHARS} characters")
+        return "" if request.store is False else key or None
 
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
         if not request.prediction:

@@ -66,6 +66,7 @@ class GatewayReplica:
             config.speculative.rejection_sample_method,
             config.logprobs_mode,
             adapters=tuple(config.verifiers.lora_modules),
+            rollouts=config.verifiers.rollouts,
         )
         self._backend = RoutedBackend(
             self._router,
@@ -178,7 +179,9 @@ def model_info(
     max_model_len: int,
     acceptance: AcceptanceRule,
     logprobs_mode: LogprobsMode,
+    *,
     adapters: tuple[str, ...] = (),
+    rollouts: bool = False,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -192,4 +195,5 @@ def model_info(
         acceptance=acceptance,
         logprobs_mode=logprobs_mode,
         adapters=adapters,
+        rollouts=rollouts,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, SparseRow
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, SparseRow
 
 GREEDY = DraftSampling(temperature=0.0)
 
@@ -31,6 +31,7 @@ class Ask:
     length: int  # at least 1; of a tree: its depth
     max_nodes: int = 0  # a tree of so many tokens; 0: a chain
     cache_salt: str = ""  # sessions of different salts share nothing
+    history: History | None = None  # in rollouts: what its session shares, instead of the salt
     states: torch.Tensor | None = None  # [num_states, width] of the first tokens; of the last one alone if so needed
     predicted_ids: Sequence[int] = ()  # as in `Commit`
     forced_ids: Sequence[int] = ()  # as in `Commit`
@@ -83,6 +84,14 @@ class Drafter(Protocol):
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Raise `AssertionError` if its own state is inconsistent, or holds anything for a session not in `keys`."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A drafter that remembers the responses of rollouts; its `needs.history` says so."""
+
+    def remember(self, history: History, response: Sequence[int]) -> None:
+        """Keep a response that has ended, for later ones of its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from outrider.drafter_service.engine.drafter import GREEDY, Ask, DraftEngineConfig, Drafter, SessionKey
+from outrider.drafter_service.engine.drafter import GREEDY, Ask, DraftEngineConfig, Drafter, Remembers, SessionKey
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.messages import Addressed
 from outrider.drafter_service.engine.sessions import Round, RunningMean, Session, SessionTable, in_turns
@@ -70,6 +70,7 @@ class DraftEngine:
             case Commit():
                 self._commit(key, message)
             case Close():
+                self._remember(key)
                 self._drop(key)
 
     def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
@@ -130,8 +131,12 @@ class DraftEngine:
     def _open(self, key: SessionKey, message: Open) -> None:
         if (older := self._sessions.get(key)) is not None:
             self._take_round(older)
-        session = Session(key, message.sampling, list(message.token_ids), self._clock(), cache_salt=message.cache_salt)
-        self._sessions.put(session)
+        token_ids, now_s = list(message.token_ids), self._clock()
+        self._sessions.put(
+            Session(
+                key, message.sampling, token_ids, now_s, cache_salt=message.cache_salt, history=message.history
+            )
+        )
         self._check_tokens(key, message.token_ids, may_be_empty=False)
         self._evict(self._sessions.surplus())
 
@@ -187,6 +192,7 @@ class DraftEngine:
             length=length,
             max_nodes=max(0, min(message.max_nodes, self._config.max_tree_nodes)),
             cache_salt=session.cache_salt,
+            history=session.history,
             states=session.states.tensor,
             predicted_ids=self._known_predictions(message),
             forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
@@ -240,6 +246,14 @@ class DraftEngine:
         self._outbox.append((key.peer, Resync(request_id=key.request_id, lost_tensors=lost_tensors)))
 
     # --- sessions and answers ---
+
+    def _remember(self, key: SessionKey) -> None:
+        """Let the drafter keep the response of a rollout that ends: not of a session that is lost or evicted."""
+        session, drafter = self._sessions.get(key), self._drafter
+        if session is None or session.refusal is not None or session.history is None:
+            return
+        if session.history.key and isinstance(drafter, Remembers):
+            drafter.remember(session.history, session.token_ids[session.history.num_prompt_tokens :])
 
     def _drop(self, key: SessionKey) -> None:
         if (session := self._sessions.remove(key)) is not None:

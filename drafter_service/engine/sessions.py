@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.state_buffer import StateBuffer
-from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.draft import DraftSampling, History
 
 SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
 
@@ -45,6 +45,7 @@ class Session:
     last_used_s: float
     round: Round | None = None
     cache_salt: str = ""
+    history: History | None = None
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
     answered_s: float | None = None  # when its last draft was; None: the verifier has come back since

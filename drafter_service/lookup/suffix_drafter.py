@@ -1,6 +1,7 @@
 """SuffixDecoding: continue the longest known suffix, as here or in past responses (Oliaro et al. 2024; DAS, 2025).
 
 Each request has a suffix tree of its prompt and output; each `cache_salt` has one of its finished requests' responses.
+In rollouts, a prompt's key takes the salt's place, and samples of one key also draft from one another while they run.
 A draft's length is bounded by the match (`max_spec_factor`). A token is drafted while the estimated probability that it
 and all before it are right is at least `min_token_prob`. The prior of a token is its share of the occurrences; the
 estimate learns the acceptance by match length, count and share. Salts share only these rates.
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.lookup.prompt_history import PromptHistories, check_ids
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
@@ -22,9 +24,10 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds, require
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds, History, require
 
 MAX_BRANCHES = 8  # children of one node of a draft tree
+MAX_SIBLINGS = 8  # running samples of one prompt that a draft is looked up in: the longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class SuffixConfig:
     min_token_prob: float = 0.1  # that a chain's token and all before it are right
     min_tree_prob: float = 0.02  # the same in a tree, which is also bounded by its nodes
     max_cached_tokens: int = 500_000  # of past responses; a token costs about 0.3 KB
+    max_versions: int = 4  # of the target's weights, whose rollouts are drafted from
 
     def __post_init__(self) -> None:
         require(self.max_tree_depth >= 2, "max_tree_depth", "at least 2")
@@ -45,6 +49,7 @@ class SuffixConfig:
         require(0 <= self.min_token_prob <= 1, "min_token_prob", "in [0, 1]")
         require(0 <= self.min_tree_prob <= 1, "min_tree_prob", "in [0, 1]")
         require(self.max_cached_tokens >= 0, "max_cached_tokens", "0 (none) or positive")
+        require(self.max_versions >= 1, "max_versions", "at least 1")
 
 
 @dataclass(slots=True)
@@ -54,6 +59,7 @@ class _Session:
     tree: SuffixTree
     cache_salt: str
     num_prompt_tokens: int
+    shared: History | None = None  # in rollouts, instead of the salt
     history: TokenHistory = field(default_factory=TokenHistory)
     guesses: Guesses = field(default_factory=Guesses)
 
@@ -133,18 +139,53 @@ class SuffixDrafter:
         self.needs = needs
         self._config = config or SuffixConfig()
         self._past = PastResponses(self._config)
+        self._histories = PromptHistories(
+            max_tree_depth=self._config.max_tree_depth,
+            max_responses=self._config.max_cached_requests,
+            max_tokens=self._config.max_cached_tokens,
+            num_versions=self._config.max_versions,
+        )
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
+        self._samples: dict[str, dict[SessionKey, _Session]] = {}  # the sessions of rollouts, by their history's key
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
-        """Close a session; its response joins the past responses of its salt."""
+        """Close a session; its response joins the past responses of its salt, in rollouts when it is remembered."""
         session = self._sessions.pop(key, None)
-        if session is not None:
+        if session is None:
+            return
+        if session.shared is None:
             self._past.add(session.cache_salt, session.history.token_ids[session.num_prompt_tokens :])
+        elif session.shared.key:
+            samples = self._samples[session.shared.key]
+            del samples[key]
+            if not samples:
+                del self._samples[session.shared.key]
+
+    # --- histories of rollouts ---
+
+    def remember(self, history: History, response: Sequence[int]) -> None:
+        """Keep a rollout's response for later ones of its key."""
+        self._histories.add(history.key, history.weight_version, response)
+
+    def seed(self, key: str, responses: Iterable[Sequence[int]], weight_version: str = "") -> None:
+        """Keep responses of a key that were generated elsewhere; raises `ValueError` for ids outside the vocabulary."""
+        known = list(responses)
+        check_ids(key, known, self.vocab_size)
+        for response in known:
+            self._histories.add(key, weight_version, response)
+
+    def export(self) -> bytes:
+        """Return the histories of all keys, for `load`."""
+        return self._histories.export()
+
+    def load(self, payload: bytes) -> None:
+        """Replace the histories of all keys by exported ones; raises `ValueError` and changes nothing if malformed."""
+        self._histories.load(payload, self.vocab_size)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._sessions.keys() <= set(keys), "a suffix tree of a session that is gone"
@@ -152,6 +193,10 @@ class SuffixDrafter:
             assert session.tree.token_ids == session.history.token_ids, "a suffix tree of other tokens"
             session.tree.check_integrity()
         self._past.check_integrity()
+        self._histories.check_integrity()
+        in_rollouts = {key for key, session in self._sessions.items() if session.shared and session.shared.key}
+        found = [key for samples in self._samples.values() for key in samples]
+        assert sorted(found) == sorted(in_rollouts), "samples of sessions that are gone"
 
     # --- one ask ---
 
@@ -159,18 +204,20 @@ class SuffixDrafter:
         session = self._follow(ask)
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
-        if ask.max_nodes:
-            return self._tree(ask, session, forced, places)
-        return self._chain(ask, session, forced, places)
+        make = self._tree if ask.max_nodes else self._chain
+        return make(ask, session, forced, places)
 
     def _follow(self, ask: Ask) -> _Session:
-        """Extend a session to its ask's tokens; if the salt or earlier tokens differ, start a new one."""
+        """Extend a session to its ask's tokens; if salt, history or earlier tokens differ, start a new one."""
         session = self._sessions.get(ask.key)
-        is_same = session is not None and session.cache_salt == ask.cache_salt
+        is_same = session is not None and (session.cache_salt, session.shared) == (ask.cache_salt, ask.history)
         if session is None or not is_same or not session.history.is_continued_by(ask.token_ids):
             self.release(ask.key)
             tree = SuffixTree(self._config.max_tree_depth)
-            session = self._sessions[ask.key] = _Session(tree, ask.cache_salt, len(ask.token_ids))
+            session = self._sessions[ask.key] = _Session(tree, ask.cache_salt, len(ask.token_ids), ask.history)
+            if ask.history is not None and ask.history.key:
+                self._histories.use(ask.history.key, ask.history.weight_version)
+                self._samples.setdefault(ask.history.key, {})[ask.key] = session
         new_ids = session.history.extend_to(ask.token_ids)
         session.guesses.teach(self._estimate, new_ids)
         session.guesses = Guesses()
@@ -179,12 +226,23 @@ class SuffixDrafter:
         return session
 
     def _places(self, session: _Session, forced: list[int]) -> list[Place]:
-        """Return the places of the last tokens in the request's own tree and in that of past responses."""
+        """Return the places of the last tokens in the request's own tree and in those that it may look at."""
         tail = session.history.token_ids[1 - self._config.max_tree_depth :] + forced
         own = session.tree.longest_match(tail) if forced else session.tree.longest_repeat()
-        past = self._past.tree(session.cache_salt)
-        places = (own, None if past is None else past.longest_match(tail))
+        places = (own, *(tree.longest_match(tail) for tree in self._shared_trees(session)))
         return [place for place in places if place is not None]
+
+    def _shared_trees(self, session: _Session) -> list[SuffixTree]:
+        """Return the trees of past responses and, in rollouts, of the longest running samples of the same key."""
+        if session.shared is None:
+            past = self._past.tree(session.cache_salt)
+            return [] if past is None else [past]
+        if not session.shared.key:
+            return []
+        known = self._histories.find(session.shared.key)
+        others = [one.tree for one in self._samples[session.shared.key].values() if one is not session]
+        longest = heapq.nlargest(MAX_SIBLINGS, others, key=lambda tree: len(tree.token_ids))
+        return longest if known is None else [known.tree, *longest]
 
     def _chain(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> Draft:
         chain = self._best_chain(session, forced, places, ask.length)

@@ -180,8 +180,9 @@ class _Maker:
             max_cached_requests=self._config.suffix_decoding_max_cached_requests,
             max_spec_factor=self._config.suffix_decoding_max_spec_factor,
             min_token_prob=self._config.suffix_decoding_min_token_prob,
+            max_versions=self._config.suffix_decoding_max_versions,
         )
-        return SuffixDrafter(config=config, needs=self._lookup_needs, **self._limits)
+        return SuffixDrafter(config=config, needs=replace(self._lookup_needs, history=True), **self._limits)
 
     def _lookahead(self) -> Drafter:
         config = LookaheadConfig(window=self._config.lookahead_window, ngram=self._config.lookahead_ngram_size)

@@ -15,8 +15,8 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
-from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
+from outrider.drafter_service.engine.drafter import Ask, Drafter, Remembers, SessionKey
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, History
 
 GAIN = 1 / 8  # step size of the running means
 PRIOR_TOKENS = 1.0  # prior of accepted tokens per draft of a model
@@ -86,6 +86,7 @@ class HybridDrafter:
             taps=taps[0].taps if taps else (),
             last_state_only=taps[0].last_state_only if taps else False,
             predictions=any(drafter.needs.predictions for drafter in drafters),
+            history=any(drafter.needs.history for drafter in drafters),
         )
         self.vocab_size = min(drafter.vocab_size for drafter in drafters)
         self.max_model_len = min(drafter.max_model_len for drafter in drafters)
@@ -127,6 +128,11 @@ class HybridDrafter:
         self._sessions.pop(key, None)
         for drafter in (*self._lookups.values(), *self._models.values()):
             drafter.release(key)
+
+    def remember(self, history: History, response: Sequence[int]) -> None:
+        for drafter in self._lookups.values():
+            if isinstance(drafter, Remembers):
+                drafter.remember(history, response)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._sessions.keys() <= set(keys), "a choice for a session that is gone"

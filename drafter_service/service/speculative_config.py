@@ -101,6 +101,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] = 10_000
     suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0)] = 4.0
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
+    suffix_decoding_max_versions: Annotated[int, Field(ge=1)] = 4  # of the weights, whose rollouts are drafted from
     lookahead_window: Annotated[int, Field(ge=1)] = 5
     lookahead_ngram_size: Annotated[int, Field(ge=2)] = 4
     exit_layer: Annotated[int | None, Field(ge=1)] = None  # early exit after so many layers; None: a third of them

@@ -14,6 +14,7 @@ from benchmarks.ahead import ahead
 from benchmarks.clients import clients
 from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
+from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
@@ -23,7 +24,22 @@ from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (acceptance, adaptive, ahead, clients, device, exact, far, policy, pricing, router, step, usual, vllm_pool)
+STUDIES = (
+    acceptance,
+    adaptive,
+    ahead,
+    clients,
+    device,
+    exact,
+    far,
+    policy,
+    pricing,
+    rollouts,
+    router,
+    step,
+    usual,
+    vllm_pool,
+)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -34,9 +50,9 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; exact: a real model's tokens with
     drafts and without; far: what priced drafts bring with a drafter elsewhere, in virtual time; policy: how much to
-    draft, over recorded acceptance; pricing: what deciding that costs a step; router: what its decisions cost; step: a
-    running server's load from 1 to many streams and back; usual: what a small machine should draft with; vllm-pool:
-    vLLM with drafts from a pool, and without.
+    draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts,
+    epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back;
+    usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

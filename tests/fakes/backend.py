@@ -174,6 +174,7 @@ def build_gateway(
     max_model_len: int = 64,
     adapters: tuple[str, ...] = (),
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
+    rollouts: bool = False,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
     model = ModelInfo(
@@ -184,6 +185,7 @@ def build_gateway(
         created=1_700_000_000,
         adapters=adapters,
         logprobs_mode=logprobs_mode,
+        rollouts=rollouts,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)

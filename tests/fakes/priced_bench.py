@@ -103,20 +103,21 @@ class Bench:
         slowdown: float = 0.0,
         true: Sequence[StepTime] = (),
         max_tree_nodes: int = 0,
+        num_blocks: int = 1024,
     ) -> None:
         """Steps that verify drafts take longer by the share `slowdown`: drafting left the caches to somebody else.
 
         Where `true` is given, steps take what it says and not what the profile does.
         """
         self.now_s, self.drafts, self._slowdown = 0.0, drafts, slowdown
-        self.runner = make_runner(num_blocks=1024, max_model_len=512)
+        self.runner = make_runner(num_blocks=num_blocks, max_model_len=512)
         self.pricing = DraftPricing()
         self.pricing.use_profile(profile)
         self._true = StepTimeModel.from_points(true or profile or FREE)
         limits = {"max_model_len": 512, "vocab_size": VOCAB_SIZE}
         self.engine = VerifierEngine(
             self.runner,
-            Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
+            Scheduler(SchedulerConfig(**limits), BlockPool(num_blocks, 4), self.pricing),
             DraftCoordinator(drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),

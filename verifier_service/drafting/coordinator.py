@@ -18,6 +18,7 @@ from outrider.verifier_service.drafting.drafter_record import (
     OutstandingRound,
     WantedDraft,
 )
+from outrider.verifier_service.drafting.filing import Filing
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.state_source import StateSource
@@ -29,7 +30,6 @@ from outrider.verifier_service.messages.draft import (
     DraftClient,
     DrafterEvent,
     DraftNeeds,
-    Open,
     Resync,
     States,
     VerifierMessage,
@@ -59,6 +59,7 @@ class CoordinatorConfig:
     # deadline of a session's first round (the drafter's prefill), during which the request runs without drafts: for
     # engines that cannot hold a single request. None: the request is held
     background_opening_s: float | None = None
+    rollouts: bool = False  # responses are filed by prompt, not by `cache_salt`
 
     def __post_init__(self) -> None:
         if not 0 < self.min_deadline_s <= self.max_deadline_s:
@@ -80,6 +81,7 @@ class DraftCoordinator:
         self._pricing = pricing
         self._states = states
         self._config = config
+        self.filing = Filing(in_rollouts=config.rollouts)
         self._drafters: dict[str, DrafterRecord] = {}
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
@@ -338,7 +340,7 @@ class DraftCoordinator:
 
     def close(self, request: Request) -> None:
         """Forget a finished request and let its drafter free the session."""
-        outbox: Outbox = {}
+        outbox: Outbox = self.filing.ending(request, self._drafters)
         self._answered.pop(request.request_id, None)
         self._predictions.forget(request.request_id)
         self._end_session(request.request_id, outbox)
@@ -407,14 +409,7 @@ class DraftCoordinator:
         """Begin a round: return the messages with the tokens and states that the drafter lacks, and the ask."""
         messages: list[VerifierMessage] = []
         if session.num_sent_tokens == 0:
-            messages.append(
-                Open(
-                    request_id=request.request_id,
-                    sampling=request.sampling.of_draft,
-                    token_ids=tuple(request.token_ids),
-                    cache_salt=request.cache_salt,
-                )
-            )
+            messages.append(self.filing.opening(request))
             session.num_sent_tokens = request.num_tokens
         messages.extend(self._take_states(request, session))
         self._num_rounds += 1

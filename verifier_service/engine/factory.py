@@ -60,6 +60,7 @@ def build_engine(
         min_deadline_s=spec.min_draft_deadline_s,
         max_deadline_s=spec.max_draft_deadline_s,
         max_tree_nodes=spec.max_tree_nodes,
+        rollouts=spec.rollouts,
     )
     pricing = DraftPricing()
     grammars: GrammarCompiler | None = None

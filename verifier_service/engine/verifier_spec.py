@@ -23,6 +23,7 @@ class VerifierSpec:
     max_tree_nodes: int = 0  # per draft; 0: only chains
     prices_drafts: bool = True  # plan lengths are upper bounds, priced by measured step times; False: exact lengths
     async_scheduling: bool = True  # on an accelerator: pipeline steps where possible
+    rollouts: bool = False  # drafters remember responses by prompt, not by `cache_salt`
     check_integrity: bool = False  # after every step, for tests
 
     @property

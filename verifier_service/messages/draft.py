@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
@@ -61,6 +61,7 @@ class DraftNeeds:
     last_state_only: bool = False  # only the states of the token before the draft
     predictions: bool = False  # `Commit.predicted_ids`
     is_found: bool = False  # a look-up in the verifier's process: it finds chains at once, without computing
+    history: bool = False  # the responses of rollouts, once they have ended: see `History`
 
 
 NO_NEEDS = DraftNeeds()
@@ -68,16 +69,27 @@ FINAL_TAP = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Where a rollout's response belongs among those that a drafter remembers."""
+
+    key: str  # responses of one key are drafted from together; "": this one finds nothing and leaves nothing behind
+    num_prompt_tokens: int
+    weight_version: str = ""  # of the target's weights when this was sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Start or restart the session of a request; `token_ids` are its committed tokens, never empty.
 
-    Sessions with different `cache_salt` share nothing.
+    Sessions with different `cache_salt` share nothing. In rollouts `history` takes the salt's place; a session that is
+    closed then leaves its response behind.
     """
 
     request_id: str
     sampling: DraftSampling
     token_ids: tuple[int, ...]
     cache_salt: str = ""
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,6 +229,8 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()  # already published by a lost verifier; generation continues after them
     group_id: str | None = None  # the n choices of one prompt share it, and the prompt's KV
     cache_salt: str = ""  # only requests with the same salt share prefixes
+    # in rollouts: whose responses it drafts from and joins; None: those of its prompt, "": nobody's
+    history_key: str | None = None
     adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
@@ -364,6 +366,7 @@ class Request:
     arrival_s: float
     group_id: str | None = None
     cache_salt: str = ""
+    history_key: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: no target
@@ -392,6 +395,7 @@ class Request:
             arrival_s=now_s,
             group_id=message.group_id,
             cache_salt=message.cache_salt,
+            history_key=message.history_key,
             prediction_token_ids=message.prediction_token_ids,
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),

@@ -39,7 +39,6 @@ RESERVED_KWARGS = frozenset(  # arguments of apply_chat_template
 IGNORED_FIELDS = frozenset(
     (
         "user",
-        "store",
         "metadata",
         "service_tier",
         "safety_identifier",
@@ -117,6 +116,8 @@ class _Body(ModelBody):
     target_inter_token_ms: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    history_key: str | None = None
+    store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     disable_spec_decode: bool | None = Field(

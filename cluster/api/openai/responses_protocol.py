@@ -24,6 +24,7 @@ class ResponsesBody(ModelBody):
         (
             *("top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
             *("stop", "ignore_eos", "min_tokens", "priority", "target_inter_token_ms", "session_id", "cache_salt"),
+            "history_key",
             *("bad_words", "disable_spec_decode", "num_speculative_tokens", "chat_template_kwargs", "prediction"),
         )
     )
@@ -61,7 +62,7 @@ class ResponsesBody(ModelBody):
         """Return a chat of these messages with the body's other fields; raises `InvalidRequest`."""
         given = self.model_extra or {}
         fields = {name: given[name] for name in self.passed_fields if given.get(name) is not None}
-        for name in ("model", "temperature", "top_p", "parallel_tool_calls"):
+        for name in ("model", "temperature", "top_p", "parallel_tool_calls", "store"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         if self.instructions is not None:

@@ -15,6 +15,13 @@ def test_nothing_given_serves_the_embedded_pair():
     assert config.model.name == "outrider-embedded"
 
 
+def test_rollouts_are_asked_for_and_our_own_engines():
+    assert not ServiceConfig().verifier_spec.rollouts
+    assert ServiceConfig(rollouts=True).verifier_spec.rollouts
+    with pytest.raises(ValueError, match="rollouts"):
+        ServiceConfig(model="m", engine="vllm", rollouts=True)
+
+
 def test_a_target_without_a_drafter_looks_its_drafts_up():
     config = ServiceConfig(model="some/model")
     assert config.drafter_spec.model is None

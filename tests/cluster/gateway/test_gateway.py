@@ -190,6 +190,7 @@ async def test_an_id_that_runs_is_refused(tokenizer):
         ({"target_inter_token_ms": float("nan")}, "target_inter_token_ms"),
         ({"session_id": "s" * 257}, "session_id"),
         ({"cache_salt": "s" * 257}, "cache_salt"),
+        ({"history_key": "problem 7"}, "history_key"),
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"stop": "s" * 1025}, "stop"),
         ({"request_id": "r" * 129}, "request_id"),
@@ -257,6 +258,23 @@ async def test_the_servers_mode_is_for_requests_with_logprobs(tokenizer):
         await mode(logprobs=0, rejection_sample_method="typical")
     assert raised.value.field == "logprobs_mode"
     assert "rejection_sample_method" in str(raised.value)
+
+
+async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    gateway = build_gateway(backend, tokenizer, rollouts=True)
+    for fields in ({}, {"history_key": "k"}, {"history_key": ""}, {"history_key": "k", "store": False}):
+        await collect(gateway, prompt=[5], **fields)
+    assert [request.history_key for request in backend.requests] == [None, "k", None, ""]
+    with pytest.raises(errors.InvalidRequest) as raised:
+        await gateway.parse(RequestInput(prompt=[5], history_key="k" * 129))
+    assert raised.value.field == "history_key"
+
+
+async def test_elsewhere_what_shall_not_be_stored_changes_nothing(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    await collect(build_gateway(backend, tokenizer), prompt=[5], store=False)
+    assert backend.requests[0].history_key is None
 
 
 async def test_choices_of_one_prompt_are_a_group_of_their_own(tokenizer):

@@ -1,0 +1,53 @@
+"""Where responses are filed, for the drafters that remember them.
+
+In rollouts by prompt: trainers send the same prompts epoch after epoch, and some use `cache_salt` for the version of
+their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping
+
+from outrider.verifier_service.drafting.drafter_record import DrafterRecord
+from outrider.verifier_service.messages.draft import Close, History, Open, VerifierMessage
+from outrider.verifier_service.messages.request import Request
+
+
+class Filing:
+    """Opens requests' sessions with the key of their histories, and gives drafters the responses that have ended."""
+
+    def __init__(self, *, in_rollouts: bool) -> None:
+        self._in_rollouts = in_rollouts
+        self.weight_version = ""  # of the target's weights, which the engine changes
+
+    def opening(self, request: Request) -> Open:
+        """Return the message that opens a request's session."""
+        return Open(
+            request_id=request.request_id,
+            sampling=request.sampling.of_draft,
+            token_ids=tuple(request.token_ids),
+            cache_salt=request.cache_salt,
+            history=self._history(request) if self._in_rollouts else None,
+        )
+
+    def ending(self, request: Request, drafters: Mapping[str, DrafterRecord]) -> dict[str, list[VerifierMessage]]:
+        """Return messages with the whole response of an ended request, to every drafter that keeps histories.
+
+        A drafter lacks what was committed without asking it: all of it, while drafts do not pay.
+        """
+        keeping = [drafter_id for drafter_id, record in drafters.items() if record.needs.history]
+        if not self._in_rollouts or request.history_key == "" or not keeping or request.num_output_tokens <= 0:
+            return {}
+        opening = self.opening(request)
+        return {drafter_id: [opening, Close(request_id=request.request_id)] for drafter_id in keeping}
+
+    def _history(self, request: Request) -> History:
+        key = request.history_key
+        if key is None:
+            prompt = array("i", request.token_ids[: request.num_prompt_tokens])
+            key = f"prompt {hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()}"
+        elif key:
+            key = f"key {key}"
+        return History(key=key, num_prompt_tokens=request.num_prompt_tokens, weight_version=self.weight_version)
