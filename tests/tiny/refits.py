@@ -85,19 +85,21 @@ def vars_of(message: InitWeightsGroup) -> dict[str, object]:
 
 
 @contextmanager
-def trainer(num_ranks: int = 1, group_name: str = "slime-pp_0") -> Iterator[Trainer]:
+def trainer(num_ranks: int = 1) -> Iterator[Trainer]:
     """A trainer's process, for a server of so many ranks."""
     near, far = FORKING.Pipe()
     process = FORKING.Process(target=_train, args=(far,), daemon=True)
     process.start()
     far.close()
+    assert near.recv_bytes() == b"ready"
+    port = free_port()
     joining = InitWeightsGroup(
         call_id="init",
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=port,
         rank_offset=1,
         world_size=1 + num_ranks,
-        group_name=group_name,
+        group_name=f"slime-pp_{port}",  # of this test alone: all are in one process
         backend="gloo",
         timeout_s=TIMEOUT_S,
     )
@@ -110,6 +112,7 @@ def trainer(num_ranks: int = 1, group_name: str = "slime-pp_0") -> Iterator[Trai
 def _train(pipe: Connection) -> None:
     torch.set_num_threads(1)
     group: dist.ProcessGroup | None = None
+    pipe.send_bytes(b"ready")
     while True:
         try:
             verb, arguments = json.loads(pipe.recv_bytes())

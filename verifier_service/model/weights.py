@@ -25,11 +25,11 @@ class WeightError(ValueError):
 
 
 class MissingTensorsError(WeightError):
-    """A checkpoint lacks tensors of its model: `names`."""
+    """A checkpoint lacks tensors of its model, `names`; `present`: those of the same experts that it has."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], present: Sequence[str] = ()) -> None:
         super().__init__(f"checkpoint has no tensor for {names[0]!r}")
-        self.names = tuple(names)
+        self.names, self.present = tuple(names), tuple(present)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,10 +295,11 @@ def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> li
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         parts = [gate, up] if match["kind"] == "gate_up_proj" else [down]
         rows = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(num_experts)]
-        if rows[0][0] in checkpoint:
-            missing = [source for row in rows for source in row if source not in checkpoint]
+        present = [source for source in chain.from_iterable(rows) if source in checkpoint]
+        if present:
+            missing = [source for source in chain.from_iterable(rows) if source not in checkpoint]
             if missing:
-                raise MissingTensorsError(missing)
+                raise MissingTensorsError(missing, present)
             return rows
     return []
 
