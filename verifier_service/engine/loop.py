@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 from outrider.verifier_service.engine.control import ChangeWeights, EngineControl
@@ -28,6 +30,7 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     SetPlans,
     ToEngine,
+    WeightChange,
     read_frame,
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -61,7 +64,7 @@ class EngineLoop:
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
-        self._control = EngineControl(engine, change_weights)
+        self._control = EngineControl(engine, None if change_weights is None else partial(self._change, change_weights))
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
@@ -151,6 +154,14 @@ class EngineLoop:
                 if isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT:
                     self._abort_compiling()
                 self._unpublished += self._control.handle(message)
+
+    def _change(self, change_weights: ChangeWeights, message: WeightChange) -> int:
+        """Change the weights on a thread and report the load meanwhile: an engine that is silent is given up."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as thread:
+            changed = thread.submit(change_weights, message)
+            while not wait([changed], LOAD_INTERVAL_S).done:
+                self._publish()
+        return changed.result()
 
     def _abort_compiling(self) -> None:
         """End the requests whose grammars are being compiled: the engine does not know them yet."""

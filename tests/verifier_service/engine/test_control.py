@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from fakes.engine_bench import PROMPT, Pace, greedy_tokens, make_request
-from fakes.looping import Loop, draft_for, looping, wait_for_drafts
+from fakes.looping import PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
 from outrider.verifier_service.messages.engine import (
     Cancel,
     ContinueGeneration,
@@ -182,6 +183,17 @@ def test_an_update_that_is_refused_changes_nothing():
         loop.say(PeerState(peer="d", is_up=False))
         loop.hear_until(lambda: loop.finished() == {"a"})
         assert loop.tokens("a") == greedy_tokens(32)
+
+
+def test_an_engine_is_not_silent_while_its_weights_change():
+    """Its shell gives up a silent one."""
+    may_end = threading.Event()
+    with looping(change_weights=lambda message: 0 if may_end.wait(PATIENCE_S) else 1) as loop:
+        loop.say(UpdateWeights(call_id="u", folder="f"))
+        loop.hear_until(lambda: len(loop.loads) >= 4)
+        assert not loop.results
+        may_end.set()
+        assert answer(loop, "u").error is None
 
 
 def test_an_engine_whose_weights_cannot_change_says_so():
