@@ -31,7 +31,10 @@ ROOMS = {
     "verifier_service/pricing": "messages scheduling",
     "verifier_service/links": "proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
-    "verifier_service/engine": "verifier_service proto messages gpu model sampling scheduling pricing links drafting",
+    "verifier_service/refit": "messages model",
+    "verifier_service/engine": (
+        "verifier_service proto messages gpu model sampling scheduling pricing links drafting refit"
+    ),
     # who drafts
     "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import
     "drafter_service/engine": (

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 
 from outrider.cluster.vllm_engine.answers import answer_of
 from outrider.cluster.vllm_engine.load import VllmLoad
-from outrider.verifier_service.messages.engine import BadRequest, Cancel, EngineUpdate, RequestLoad, read_frame
+from outrider.verifier_service.messages.engine import (
+    CONTROLS,
+    BadRequest,
+    Cancel,
+    ControlResult,
+    EngineUpdate,
+    RequestLoad,
+    read_frame,
+)
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.pipe_writer import PipeWriter
@@ -89,8 +97,14 @@ class VllmLoop:
                 task.add_done_callback(lambda _: self._running.pop(request_id))
             case Cancel(request_id=request_id) if request_id in self._running:
                 self._running[request_id][1].cancel()
+            case _ if isinstance(message, CONTROLS):
+                self._refuse(message.call_id)
             case _:  # plans and links: the plug-in follows the router itself
                 pass
+
+    def _refuse(self, call_id: str) -> None:
+        error = "vLLM's engine does not pause, flush or change weights through us: call vLLM's own endpoints"
+        self._send(EngineUpdate(results=(ControlResult(call_id=call_id, error=error),)))
 
     async def _serve(self, request: GenerationRequest) -> None:
         """Publish one request's outputs; a refusal is the last one. If the engine fails, so does the loop."""

@@ -19,12 +19,19 @@ from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_rows import note_predictions, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
-from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.request import (
+    FinishReason,
+    GenerationRequest,
+    Request,
+    RequestOutput,
+    SpeculationPlan,
+)
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import Verification, begin
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, row_starts
+from outrider.verifier_service.scheduling.prefix_cache import root_hash
 from outrider.verifier_service.scheduling.scheduler import Scheduler
 
 
@@ -83,10 +90,15 @@ class VerifierEngine:
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
         self._verified_s: float | None = None  # when the last step was verified; None: the engine was idle since
         self._ended_s = 0.0  # when the last step had ended
+        self.is_paused = False  # no step runs
+        self.weights_error: str | None = None  # why no request is served: the model's weights are old and new ones
+        self._num_updates = 0
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; return its error if it can never run."""
         try:
+            if self.weights_error is not None:
+                raise ValueError(self.weights_error)
             if message.request_id in self._requests:
                 raise ValueError(f"request_id: {message.request_id!r} is already running")
             self._limits.check(message)
@@ -110,6 +122,38 @@ class VerifierEngine:
             self._requests[request_id].plan = plans[request_id]
 
     @property
+    def weight_version(self) -> str:
+        """What the weights are called that draw tokens now."""
+        return self._outputs.weight_version
+
+    def drain(self) -> list[RequestOutput]:
+        """Finish the step in flight, if any, without another; return its outputs."""
+        self._verified_s = self._stuck_since_s = None  # what comes now is no part of a step's time
+        return []
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+        """End all requests, running and waiting; return their last outputs. No step may be in flight."""
+        ended = [(request, self._outputs.ended(request, reason, error)) for request in self._requests.values()]
+        for request, _ in ended:
+            self._forget(request)
+        return [output for _, output in ended]
+
+    def take_version(self, version: str | None) -> None:
+        """The model has new weights: name them (None: by their number) and find no KV of older ones.
+
+        No step may be in flight. Running requests go on with the KV that they have. Drafts in flight may still be
+        verified: by the new weights, and any draft is verified exactly. Hidden states lie in the slots of KV, so those
+        of older weights are found no more than their KV. Drafters in this process that run the target's own layers
+        have the new weights, too.
+        """
+        self._num_updates += 1
+        self._outputs.weight_version = str(self._num_updates) if version is None else version
+        self.scheduler.change_root(root_hash(self.weight_version, self._num_updates))
+        for request in self._requests.values():
+            request.predicted_ids = ()  # the older weights' guesses
+        self.weights_error = None
+
+    @property
     def requests(self) -> Mapping[str, Request]:
         return self._requests
 
@@ -118,6 +162,8 @@ class VerifierEngine:
 
     def idle_s(self) -> float | None:
         """Return how long to sleep after a step that could not run; None: until a new request arrives."""
+        if self.is_paused:
+            return None
         deadline_s = self._joining_until_s or self.scheduler.next_deadline_s()
         return None if deadline_s is None else max(0.0, deadline_s - self._clock())
 
@@ -150,6 +196,8 @@ class VerifierEngine:
         """Send the next step to the runner; return None if nothing can run. `after`: the step in flight, if any."""
         begin_s = self._clock()
         self.drafting.receive(self._requests, begin_s)
+        if self.is_paused:
+            return None
         self._joining_until_s = self._worth_waiting_until(begin_s)
         schedule = None if self._joining_until_s is not None else self.scheduler.schedule(begin_s)
         if schedule is None:

@@ -31,6 +31,7 @@ from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, 
 from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.model.tokenizer import fingerprint_of
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.refit.rank_weights import RankWeights
 from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
@@ -143,7 +144,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()
     if rank.rank > 0:
-        follow(pipes[0], share)
+        follow(pipes[0], share, RankWeights(share).change)
         return
     runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
@@ -166,4 +167,9 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     shell.send_bytes(encode(ready))
     tell_phase("ready")
     with contextlib.closing(links):
-        EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()
+        EngineLoop(
+            *(engine, links, shell),
+            clock=time.monotonic,
+            check_integrity=spec.check_integrity,
+            change_weights=RankWeights(share, pipes).change,
+        ).run()

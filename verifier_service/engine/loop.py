@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
+from outrider.verifier_service.engine.control import ChangeWeights, EngineControl
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
@@ -20,14 +23,17 @@ from outrider.verifier_service.messages.engine import (
     Cancel,
     EngineLoad,
     EngineUpdate,
+    PauseGeneration,
+    PauseMode,
     PeerState,
     Relay,
     RequestLoad,
     SetPlans,
     ToEngine,
+    WeightChange,
     read_frame,
 )
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, encode
 from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
@@ -47,13 +53,18 @@ class EngineLoop:
         *,
         clock: Callable[[], float],
         check_integrity: bool = False,
+        change_weights: ChangeWeights | None = None,
     ) -> None:
-        """`check_integrity`: check the engine's books after every step; an error ends the loop."""
+        """`check_integrity`: check the engine's books after every step; an error ends the loop.
+
+        Without `change_weights`, the weights cannot change.
+        """
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
+        self._control = EngineControl(engine, None if change_weights is None else partial(self._change, change_weights))
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
@@ -74,6 +85,7 @@ class EngineLoop:
                 outputs = self._engine.step(self._meanwhile)
                 is_idle = outputs is None
                 self._unpublished += outputs or []
+                self._unpublished += self._control.settle()
                 if self._engine.runs_async and not is_idle:
                     self._send_asks()  # the next step may wait for drafts; outputs are published while it runs
                 else:
@@ -91,7 +103,7 @@ class EngineLoop:
         """Sleep on the pipe, since nothing could run; with requests, that time is lost to waiting for drafts."""
         begin_s, has_work = self._clock(), self._engine.has_work()
         self._receive(self._patience_s())
-        if has_work:
+        if has_work and not self._engine.is_paused:
             self._engine.stats.idle_s += self._clock() - begin_s
 
     def _patience_s(self) -> float:
@@ -115,7 +127,7 @@ class EngineLoop:
                     self._failures.append(RequestOutput.failed(message.request_id, error))
 
     def _add(self, message: GenerationRequest) -> None:
-        if (refusal := self._engine.add(message)) is not None:
+        if not self._control.hold(message) and (refusal := self._engine.add(message)) is not None:
             self._failures.append(refusal)
 
     def _dispatch(self, message: ToEngine | BadRequest) -> None:
@@ -130,11 +142,38 @@ class EngineLoop:
             case Cancel(request_id=request_id):
                 if self._compiling is not None:
                     self._compiling.drop(request_id)
+                self._control.drop(request_id)
                 self._engine.cancel(request_id)
             case SetPlans(plans=plans):
                 self._engine.set_plans(plans)
             case Relay() | PeerState():
                 self._drafts.feed(message)
+            case _:
+                self._unpublished += self._engine.drain()
+                self._publish()  # a change of weights takes long
+                if isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT:
+                    self._abort_compiling()
+                self._unpublished += self._control.handle(message)
+
+    def _change(self, change_weights: ChangeWeights, message: WeightChange) -> int:
+        """Change the weights on a thread and report the load meanwhile: an engine that is silent is given up."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as thread:
+            changed = thread.submit(change_weights, message)
+            while not wait([changed], LOAD_INTERVAL_S).done:
+                self._publish()
+        return changed.result()
+
+    def _abort_compiling(self) -> None:
+        """End the requests whose grammars are being compiled: the engine does not know them yet."""
+        for message in [] if self._compiling is None else self._compiling.take_all():
+            self._failures.append(
+                RequestOutput(
+                    request_id=message.request_id,
+                    token_ids=(),
+                    finish_reason=FinishReason.ABORT,
+                    weight_version=self._engine.weight_version,
+                )
+            )
 
     def _send_asks(self) -> None:
         if relays := self._drafts.take_outbox():
@@ -143,7 +182,12 @@ class EngineLoop:
     def _publish(self) -> None:
         outputs = (*self._failures, *self._unpublished)
         self._failures, self._unpublished = [], []
-        update = EngineUpdate(outputs=outputs, relays=self._drafts.take_outbox(), load=self._take_due_load())
+        update = EngineUpdate(
+            outputs=outputs,
+            relays=self._drafts.take_outbox(),
+            load=self._take_due_load(),
+            results=self._control.take_results(),
+        )
         if update != EngineUpdate():
             self._send(update)
 
@@ -165,7 +209,8 @@ class EngineLoop:
         self._rates.sample(
             self._engine.stats, now_s, num_asks=drafting.num_asks, num_asked_tokens=drafting.num_asked_tokens
         )
-        return engine_load(self._engine, self._rates, now_s, self._drafts)
+        load = engine_load(self._engine, self._rates, now_s, self._drafts)
+        return replace(load, num_waiting=load.num_waiting + self._control.num_held)
 
 
 def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
@@ -214,4 +259,7 @@ def engine_load(
         ),
         drafters=drafting.drafters(now_s),
         circuits=circuits_of(drafting, now_s),
+        weight_version=engine.weight_version,
+        weights_error=engine.weights_error,
+        is_paused=engine.is_paused,
     )

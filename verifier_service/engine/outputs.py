@@ -9,9 +9,11 @@ from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.step_rows import output_logprobs
-from outrider.verifier_service.messages.request import RequestOutput, StepTiming
+from outrider.verifier_service.messages.request import FinishReason, Request, RequestOutput, StepTiming
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+
+START_VERSION = "default"  # of the weights that an engine starts with, as SGLang calls them
 
 
 class OutputBuilder:
@@ -27,6 +29,7 @@ class OutputBuilder:
     ) -> None:
         self._extras, self._drafting = extras, drafting
         self._clock, self._wall_clock = clock, wall_clock
+        self.weight_version = START_VERSION
 
     def build(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> list[RequestOutput]:
         """Return the outputs of a verified step; call it before a finished request is forgotten."""
@@ -48,9 +51,22 @@ class OutputBuilder:
                 finish_reason=outcome.finish_reason,
                 error=self._extras.error(request),
                 speculation=request.metrics,
+                weight_version=self.weight_version,
             )
             outputs.append(output)
         return outputs
+
+    def ended(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """Return the last output of a request that ends without another token."""
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(),
+            num_cached_tokens=request.num_cached_tokens,
+            finish_reason=reason,
+            error=error,
+            speculation=request.metrics,
+            weight_version=self.weight_version,
+        )
 
     def _timing(self, step: LaunchedStep, item: ScheduledRequest) -> StepTiming | None:
         """Return when the step and the draft's round ran, in Unix time; None for a request that is not traced."""

@@ -43,6 +43,14 @@ class PipelinedEngine(VerifierEngine):
             self.pricing.learn()
         return self._finish(step)
 
+    def drain(self) -> list[RequestOutput]:
+        step, self._next = self._next, None
+        outputs: list[RequestOutput] = []
+        if step is not None:
+            self.pricing.learn()
+            outputs = self._finish(step)
+        return outputs + super().drain()
+
     def _launch_after(self, step: LaunchedStep) -> LaunchedStep | None:
         """Launch the step after one in flight; return None if it depends on more than that one's tokens.
 

@@ -47,6 +47,102 @@ class PeerState:
     tensors: TensorRoute | None = None  # the link's tensor channel; None: states go as bytes
 
 
+class PauseMode(enum.StrEnum):
+    """What becomes of running requests when generation pauses."""
+
+    ABORT = "abort"  # they end with finish reason `abort`, waiting ones too
+    WAIT = "wait"  # they finish; the pause begins then. New requests queue
+    KEEP = "keep"  # they stop between two steps and go on afterwards, with the KV that they have
+
+
+# What a door calls: it gives every call an id of its own and waits for the `ControlResult` with that id in an
+# `EngineUpdate`. All calls may be repeated. One update:
+#
+#   PauseGeneration(mode)               or none: an update then takes place between two steps
+#   UpdateWeights(folder=...)           or, with a group, one `UpdateWeights(names=...)` per bucket
+#   ContinueGeneration()
+#
+# A group: `InitWeightsGroup` is answered when the trainer, its rank 0, has joined as well. A door sends an
+# `UpdateWeights(names=...)` before the trainer broadcasts these tensors, and its answer comes after the broadcasts.
+# Buckets are staged in host memory: the engine serves the old weights until the last missing tensor is here
+# (`num_missing_tensors` of the answer is 0). `InitWeightsGroup` and `DestroyWeightsGroup` drop what is staged.
+# While tensors are missing, `ContinueGeneration` is refused.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseGeneration:
+    """Run no step until `ContinueGeneration`; answered once that is so."""
+
+    call_id: str
+    mode: PauseMode = PauseMode.ABORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinueGeneration:
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushCache:
+    """Empty the prefix cache; refused while requests are here. An update needs none: see `weight_version`."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitWeightsGroup:
+    """Join a torch.distributed group whose rank 0 is the trainer, as rank `rank_offset` + tensor-parallel rank."""
+
+    call_id: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str = "nccl"  # or gloo
+    timeout_s: float = 45.0  # of the rendezvous, and of each broadcast; less than a rank waits for another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DestroyWeightsGroup:
+    call_id: str
+    group_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWeights:
+    """Take new weights: from a folder, or `names` in order from a group's rank 0.
+
+    `weight_version`: what the weights are called once all are here; None: the next number.
+    """
+
+    call_id: str
+    folder: str | None = None
+    names: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  # of each tensor: bfloat16, float32, ...
+    shapes: tuple[tuple[int, ...], ...] = ()
+    group_name: str = ""
+    is_flattened: bool = False  # one broadcast of all tensors' bytes: SGLang's `flattened_bucket`
+    weight_version: str | None = None
+
+
+WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
+WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
+Control = PauseGeneration | ContinueGeneration | FlushCache | WeightChange
+CONTROLS = (PauseGeneration, ContinueGeneration, FlushCache, *WEIGHT_CHANGES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlResult:
+    """The answer to one call; after an error nothing has changed, unless the load report has a `weights_error`."""
+
+    call_id: str
+    error: str | None = None
+    weight_version: str = ""  # after the call
+    num_missing_tensors: int = 0  # of an update that is half here
+    num_requests: int = 0  # aborted by the call, or kept
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """The time of a step over `num_tokens`."""
@@ -174,6 +270,9 @@ class EngineLoad:
     requests: tuple[RequestLoad, ...] = ()
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
     circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up
+    weight_version: str = ""  # empty: unknown
+    weights_error: str | None = None  # an update broke off while weights were copied: no request is served
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +282,11 @@ class EngineUpdate:
     outputs: tuple[RequestOutput, ...] = ()
     relays: tuple[Relay, ...] = ()
     load: EngineLoad | None = None
+    results: tuple[ControlResult, ...] = ()
 
 
-ToEngine = GenerationRequest | Cancel | SetPlans | Relay | PeerState
-TO_ENGINE = (GenerationRequest, Cancel, SetPlans, Relay, PeerState)
+ToEngine = GenerationRequest | Cancel | SetPlans | Relay | PeerState | Control
+TO_ENGINE = (GenerationRequest, Cancel, SetPlans, Relay, PeerState, *CONTROLS)
 FROM_ENGINE = (EngineReady, EngineUpdate)
 
 

@@ -331,6 +331,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     speculation: SpeculationMetrics | None = None
+    weight_version: str = ""  # of the weights that drew `token_ids`; empty: unknown
 
     @classmethod
     def failed(cls, request_id: str, error: str) -> RequestOutput:
@@ -375,6 +376,7 @@ class Request:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # chained, of the full blocks of token_ids; extended lazily
+    root_hash: bytes = b""  # of the weights under which its KV began: parent of the first hash
     draft: Draft | None = None  # checked, for exactly this position; None or empty: plain decoding
     predicted_ids: tuple[int, ...] = ()  # of the last verification; see `Commit`
     forced_ids: tuple[int, ...] = ()  # see `Commit`

@@ -161,6 +161,17 @@ def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) 
     return architecture
 
 
+def checkpoint_names(description: PreTrainedConfig) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return how a model's checkpoint names its tensors: `aliases` and `ignored` as in `load_weights`.
+
+    MTP layers are ignored: only a drafter reads them.
+    """
+    first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
+    layers = (rf"^model\.layers\.{first + index}\." for index in range(count))
+    aliases = ARCHITECTURES.get(description.model_type, _UNLISTED).aliases
+    return (*aliases, *CHECKPOINT_ALIASES), (*IGNORED_TENSORS, r"^(model\.)?mtp\.", *layers)
+
+
 def expert_shape(description: PreTrainedConfig) -> ExpertShape | None:
     """Return the shape of a mixture of experts; None for a dense model.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,22 @@ def load_decoder(
     return _DecoderLoader(spec, reader, group, dtype, device, quantization).load()
 
 
+def decoder_parts(
+    spec: DecoderSpec,
+    reader: WeightReader,
+    group: TensorParallelGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Build this rank's part of a model piece by piece: yield each piece and its name in `Decoder`. Raises as above.
+
+    A caller that keeps none of the pieces needs memory for embedding and head, or for one layer.
+    """
+    return _DecoderLoader(spec, reader, group, dtype, device, quantization).parts()
+
+
 class _DecoderLoader:
     def __init__(
         self,
@@ -77,6 +93,29 @@ class _DecoderLoader:
             raise self._unsupported("norms over all heads are not served with tensor_parallel_size > 1")
 
     def load(self) -> Decoder:
+        parts = dict(self.parts())
+        norm = parts["norm"]
+        assert isinstance(norm, Norm)
+        layers = [parts[f"layers.{index}"] for index in range(len(self._spec.layers))]
+        decoder = Decoder(
+            self._spec,
+            embedding=parts["embedding"],
+            layers=[layer for layer in layers if isinstance(layer, DecoderLayer)],
+            norm=norm,
+            head=parts["head"],
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return decoder.eval().requires_grad_(False)
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield embedding, head, final norm and layers, by their names in `Decoder`."""
+        yield from self._ends()
+        yield "norm", self._norm("model.norm")
+        for index, layer in enumerate(self._spec.layers):
+            yield f"layers.{index}", self._layer(index, layer)
+
+    def _ends(self) -> Iterator[tuple[str, nn.Module]]:
         spec, group = self._spec, self._group
         start, stop = vocabulary_range(spec.vocab_size, group)
         shard = Shard(dim=0, start=start, stop=stop)
@@ -89,16 +128,8 @@ class _DecoderLoader:
         head = self._linear(weight if own is None else own)
         if group.size > 1:
             head = VocabParallelHead(head, group, spec.vocab_size)
-        decoder = Decoder(
-            spec,
-            embedding=table if group.size == 1 else VocabParallelEmbedding(table, group, start),
-            layers=[self._layer(index, layer) for index, layer in enumerate(spec.layers)],
-            norm=self._norm("model.norm"),
-            head=head,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        return decoder.eval().requires_grad_(False)
+        yield "embedding", table if group.size == 1 else VocabParallelEmbedding(table, group, start)
+        yield "head", head
 
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         prefix, names = f"model.layers.{index}.", self._spec.norm_names

@@ -55,6 +55,9 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    def is_plain(self, name: str) -> bool:
+        return True
+
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Draw a whole tensor and return a rank's slice: norms are ones; matrices preserve the scale of their input."""
         shape = self._shapes[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.engine import WEIGHT_CHANGES, WeightChange
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model import start_check
 from outrider.verifier_service.model.architectures import (
-    CHECKPOINT_ALIASES,
-    IGNORED_TENSORS,
     UnsupportedModelError,
+    checkpoint_names,
     expert_shape,
     load_model_description,
     read_eos_token_ids,
@@ -38,7 +38,7 @@ from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decod
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
-from outrider.verifier_service.model.random_weights import read_recipe
+from outrider.verifier_service.model.random_weights import RandomWeights, read_recipe
 from outrider.verifier_service.model.settled import (
     limit_to_pool,
     resolve_device,
@@ -113,8 +113,7 @@ def load_model(
     spec = read_decoder_spec(description)
     if quantization is not None:
         _require_quantizable(description.model_type, spec, device)
-    aliases = (*architecture.aliases, *CHECKPOINT_ALIASES)
-    ignored = (*IGNORED_TENSORS, *_prediction_layers(description))
+    aliases, ignored = checkpoint_names(description)
     sequences = sample_sequences(description.vocab_size)
     expected: torch.Tensor | None = None
     is_compared = (check or not architecture.is_tested) and group.size == 1
@@ -146,12 +145,6 @@ def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.devi
         raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
     if any(layer.experts is not None for layer in spec.layers):
         raise UnsupportedModelError(f"{name}: quantization is not served for mixtures of experts")
-
-
-def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
-    """Return patterns of a checkpoint's MTP layers, which only a drafter reads."""
-    first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
-    return (r"^(model\.)?mtp\.", *(rf"^model\.layers\.{first + index}\." for index in range(count)))
 
 
 def _check_tiny_model(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
@@ -260,6 +253,7 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
         folder = resolve_folder(config)
         description = load_model_description(folder, config)
+        self.config, self.description = config, description
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, description, self.device)
         self.group = group
@@ -310,9 +304,7 @@ class ModelRunner:
         is_checked = self.group.all_reduce_min(int(self.memory.recall(CHECKED) is True)) == 1  # on every rank
         check = config.check_logits and not is_checked
         tell_phase("loading weights, checking logits" if check else "loading weights")
-        with contextlib.ExitStack() as stack:
-            drawn = read_recipe(folder, description, dtype=self.dtype, device=self.device)
-            checkpoint = stack.enter_context(Checkpoint(folder)) if drawn is None else drawn
+        with self.open_checkpoint(folder) as checkpoint:
             model = load_model(
                 *(description, checkpoint, self.group, self.dtype, self.device),
                 check=check,
@@ -322,6 +314,16 @@ class ModelRunner:
         if check:
             self.memory.remember(CHECKED, True)
         return model
+
+    @contextlib.contextmanager
+    def open_checkpoint(self, folder: Path) -> Iterator[Checkpoint | RandomWeights]:
+        """Open the tensors in a folder, or those that its recipe draws. Raises `WeightError`."""
+        drawn = read_recipe(folder, self.description, dtype=self.dtype, device=self.device)
+        if drawn is not None:
+            yield drawn
+            return
+        with Checkpoint(folder) as checkpoint:
+            yield checkpoint
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`, equal on all ranks.
@@ -380,16 +382,25 @@ class ParallelRunner:
                 follower.send_bytes(encode(Stop()))
 
 
-def follow(connection: Connection, runner: ModelRunner) -> None:
-    """Run the batches that rank 0 sends, until `Stop` or the end of the pipe.
+def follow(
+    connection: Connection, runner: ModelRunner, change_weights: Callable[[WeightChange], object] | None = None
+) -> None:
+    """Run the batches that rank 0 sends, and make its changes of weights, until `Stop` or the end of the pipe.
 
-    A follower idles on the pipe, never in a collective, which would time out.
+    A follower idles on the pipe, never in a collective, which would time out. A change that fails fails on all ranks:
+    rank 0 tells of it.
     """
     while True:
         try:
-            message = decode(connection.recv_bytes(), (ScheduledBatch, Stop))
+            message = decode(connection.recv_bytes(), (ScheduledBatch, Stop, *WEIGHT_CHANGES))
         except EOFError:
             return
         if isinstance(message, Stop):
             return
-        runner.execute(message)
+        if isinstance(message, ScheduledBatch):
+            runner.execute(message)
+        elif change_weights is not None:
+            try:
+                change_weights(message)
+            except ValueError as error:
+                logger.warning("%s is refused: %s", type(message).__name__, error)

@@ -16,11 +16,20 @@ import torch
 from safetensors import safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
+PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
 
 
 class WeightError(ValueError):
     """A checkpoint does not fit its model; the text names the tensor."""
+
+
+class MissingTensorsError(WeightError):
+    """A checkpoint lacks tensors of its model, `names`; `present`: those of the same experts that it has."""
+
+    def __init__(self, names: Sequence[str], present: Sequence[str] = ()) -> None:
+        super().__init__(f"checkpoint has no tensor for {names[0]!r}")
+        self.names, self.present = tuple(names), tuple(present)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor's numbers are floating point of 16 bits or more: a quantised one needs its scales."""
+
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor: ...
 
 
@@ -60,6 +72,9 @@ class StateDictSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
+
+    def is_plain(self, name: str) -> bool:
+        return self._tensors[name].dtype in PLAIN_DTYPES.values()
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         tensor = self._tensors[name]
@@ -95,6 +110,9 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._owner[name].get_slice(name).get_shape())
+
+    def is_plain(self, name: str) -> bool:
+        return self._owner[name].get_slice(name).get_dtype() in PLAIN_DTYPES
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Read a tensor, or one rank's slice of it."""
@@ -136,7 +154,7 @@ class WeightReader:
         """Read a tensor of this shape, or one rank's slice of it; raises `WeightError`."""
         found = next((candidate for candidate in self._candidates(name) if candidate in self._source), None)
         if found is None:
-            raise WeightError(f"checkpoint has no tensor for {name!r}")
+            raise MissingTensorsError([name])
         if self._source.shape(found) != shape:
             has = self._source.shape(found)
             raise WeightError(f"checkpoint tensor {found!r} has shape {has}, the model expects {shape}")
@@ -156,7 +174,7 @@ class WeightReader:
                 if parts := _expert_sources(self._source, source, shape[0] if shape else 0):
                     self._used |= set(chain.from_iterable(parts))
                     return _read_experts(self._source, parts, shape, shard)
-        raise WeightError(f"checkpoint has no tensor for {names[0]!r}")
+        raise MissingTensorsError(names[:1])
 
     def skip(self, name: str) -> None:
         """Count a tensor as used without reading it: a tied one."""
@@ -189,6 +207,19 @@ def load_weights(
     `WeightReader`. `ignored`: patterns of tensors that the model does not use. Raises `WeightError`.
     """
     reader = WeightReader(checkpoint, aliases)
+    read_into(model, reader, shards=shards, device=device, dtype=dtype)
+    reader.require_all_used(ignored)
+
+
+def read_into(
+    model: torch.nn.Module,
+    reader: WeightReader,
+    *,
+    shards: Mapping[str, Shard],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Read every parameter and persistent buffer of `model` (on the meta device); see `load_weights`."""
     for names in _tensors_of(model):
         shape = tuple(_lookup(model, names[0]).shape)
         shard = next((shards[name] for name in names if name in shards), None)
@@ -196,7 +227,26 @@ def load_weights(
         for name in names:
             reader.skip(name)
         _assign(model, names, value.to(device=device, dtype=dtype))
-    reader.require_all_used(ignored)
+
+
+@torch.no_grad()
+def copy_tensors(target: torch.nn.Module, source: torch.nn.Module) -> None:
+    """Copy every tensor of `source` into the one at the same place in `target`, whose addresses stay.
+
+    Both are built by the same code for one model, so that they have the same modules. Tensors that a module keeps as
+    plain attributes (packed weights, wide norms) are copied, too.
+    """
+    for to, from_ in zip(target.modules(), source.modules(), strict=True):
+        assert type(to) is type(from_), (type(to), type(from_))
+        kept = _held(to)
+        for name, tensor in _held(from_).items():
+            kept[name].copy_(tensor)
+
+
+def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own tensors by attribute."""
+    held = {**vars(module), **module._parameters, **module._buffers}
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def _tensors_of(model: torch.nn.Module) -> list[list[str]]:
@@ -245,10 +295,11 @@ def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> li
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         parts = [gate, up] if match["kind"] == "gate_up_proj" else [down]
         rows = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(num_experts)]
-        if rows[0][0] in checkpoint:
-            missing = [source for row in rows for source in row if source not in checkpoint]
+        present = [source for source in chain.from_iterable(rows) if source in checkpoint]
+        if present:
+            missing = [source for source in chain.from_iterable(rows) if source not in checkpoint]
             if missing:
-                raise WeightError(f"checkpoint has no tensor {missing[0]!r}")
+                raise MissingTensorsError(missing, present)
             return rows
     return []
 
@@ -262,7 +313,7 @@ def _read_experts(
     for expert, parts in enumerate(sources):
         pieces = [_read_checked(checkpoint, source, part_shape, shard) for source in parts]
         if fused is None:
-            fused = torch.empty(expected, dtype=pieces[0].dtype)
+            fused = torch.empty(expected, dtype=pieces[0].dtype, device=pieces[0].device)
         torch.cat(pieces, out=fused[expert])
     assert fused is not None
     return fused

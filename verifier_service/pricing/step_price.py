@@ -45,7 +45,7 @@ class StepPrice:
     """The price that was best over recent steps. Before the first step it is 0: all is admitted."""
 
     def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
-        """`settle` maps the last price, the best one and whether drafts can pay at all to the next price; None: the best."""
+        """`settle` maps the last price, the best one and whether drafts can pay to the next price; None: the best."""
         self._cost = cost
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)

@@ -297,5 +297,10 @@ class GrammarQueue:
         self._waiting = [waiting for waiting, is_done in zip(self._waiting, is_ready, strict=True) if not is_done]
         return [(message, _text_of(compiled.exception())) for message, compiled in ready]
 
+    def take_all(self) -> list[GenerationRequest]:
+        """Return all requests, and forget them."""
+        waiting, self._waiting = self._waiting, []
+        return [message for message, _ in waiting]
+
     def __len__(self) -> int:
         return len(self._waiting)

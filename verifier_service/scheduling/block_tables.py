@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
-from outrider.verifier_service.scheduling.prefix_cache import extend_hashes
+from outrider.verifier_service.scheduling.prefix_cache import ROOT_HASH, extend_hashes
 
 
 class BlockTables:
@@ -15,6 +15,14 @@ class BlockTables:
     def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
         self._pool = pool
         self._enable_prefix_caching = enable_prefix_caching
+        self._root = ROOT_HASH
+
+    def change_root(self, root: bytes) -> None:
+        """Find and publish no KV of before: the weights have changed. `root`: see `root_hash`.
+
+        A request that holds KV keeps it, and publishes nothing more: its later KV follows from KV of older weights.
+        """
+        self._root = root
 
     # --- admission ---
 
@@ -27,6 +35,7 @@ class BlockTables:
 
     def take_nothing(self, request: Request) -> bool:
         """Start from the first token. As `take_cached` and `fork`, return False if the request does not fit."""
+        self._begin_hashes(request)
         return self._fits(request, 0)
 
     def take_cached(self, request: Request) -> bool:
@@ -52,6 +61,7 @@ class BlockTables:
         |<- shared: all of the prompt but its last token ->|<- to compute ->|
         |<- whole blocks ->|<- part of a block: copied before the first write (copy on write)
         """
+        self._begin_hashes(request)
         num_shared = request.num_prompt_tokens - 1
         if not self._fits(request, num_shared // self._pool.block_size):
             return False
@@ -71,8 +81,16 @@ class BlockTables:
         return request.block_hashes[:num_blocks]
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
-        size = self._pool.block_size
-        extend_hashes(request.block_hashes, request.token_ids, size, num_blocks, request.cache_salt)
+        if not request.block_table:
+            self._begin_hashes(request)
+        size, salt, root = self._pool.block_size, request.cache_salt, request.root_hash
+        extend_hashes(request.block_hashes, request.token_ids, size, num_blocks, salt, root)
+
+    def _begin_hashes(self, request: Request) -> None:
+        """Put the hashes of a request that holds no KV under the present root."""
+        if request.root_hash != self._root:
+            request.root_hash = self._root
+            request.block_hashes.clear()
 
     # --- growing and shrinking ---
 
@@ -109,7 +127,7 @@ class BlockTables:
     def publish(self, request: Request, first: int) -> None:
         """Publish, from block `first` on, the blocks that are full of committed tokens; never KV of rejected tokens."""
         num_full = request.num_computed_tokens // self._pool.block_size
-        if num_full == first or not self._enable_prefix_caching:
+        if num_full == first or not self._enable_prefix_caching or request.root_hash != self._root:
             return
         self._extend_hashes(request, num_full)
         for index in range(first, num_full):

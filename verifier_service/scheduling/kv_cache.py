@@ -117,6 +117,12 @@ class BlockPool:
         self._hash_of[block_id] = hash_
         self._block_of[hash_] = block_id
 
+    def flush(self) -> None:
+        """Empty the prefix cache. No block may be in use."""
+        assert self.num_free_blocks == self.num_blocks, "blocks are in use"
+        while self._cached:
+            self._empty.append(self._evict())
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless states, counts and index agree with each other and with all block tables."""
         empty, cached = set(self._empty), set(self._cached)

@@ -219,6 +219,20 @@ class Scheduler:
                 source, target = (slot_of(request.block_table, first + place, size) for place in (node, depth))
                 self._moves.append((source, target))
 
+    def change_root(self, root: bytes) -> None:
+        """Share no KV between requests of before and after: the weights have changed. `root`: see `root_hash`.
+
+        Running requests go on with the KV that they have, without siblings.
+        """
+        for request in self._running:
+            self._enqueue(self._groups.leave(request))
+            self._groups.remove(request)
+        self._tables.change_root(root)
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache. No request may be running."""
+        self._pool.flush()
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, block tables and pool agree."""
         waiting = self.waiting

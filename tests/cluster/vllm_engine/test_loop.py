@@ -14,7 +14,14 @@ import pytest
 from fakes.hosted.vllm_outputs import output, scheduler_stats
 from outrider.cluster.vllm_engine.load import VllmLoad
 from outrider.cluster.vllm_engine.loop import LOAD_INTERVAL_S, VllmLoop
-from outrider.verifier_service.messages.engine import FROM_ENGINE, Cancel, EngineLoad, SetPlans
+from outrider.verifier_service.messages.engine import (
+    FROM_ENGINE,
+    Cancel,
+    ControlResult,
+    EngineLoad,
+    PauseGeneration,
+    SetPlans,
+)
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -56,6 +63,7 @@ class Shell:
         self._pipe = pipe
         self.outputs: list[RequestOutput] = []
         self.loads: list[EngineLoad] = []
+        self.results: list[ControlResult] = []
 
     def send(self, *messages: Any) -> None:
         for message in messages:
@@ -66,6 +74,7 @@ class Shell:
             update = decode(self._pipe.recv_bytes(), FROM_ENGINE)
             self.outputs += update.outputs
             self.loads += [update.load] if update.load is not None else []
+            self.results += update.results
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -99,6 +108,13 @@ async def hosting(vllm: PlayedVllm) -> AsyncIterator[tuple[Shell, asyncio.Task[N
 
 def request(request_id: str, *token_ids: int) -> GenerationRequest:
     return GenerationRequest(request_id=request_id, prompt_token_ids=token_ids)
+
+
+async def test_what_only_our_own_engine_does_is_refused():
+    async with hosting(PlayedVllm()) as (shell, _):
+        shell.send(PauseGeneration(call_id="p"))
+        await shell.until(lambda: bool(shell.results))
+        assert "vLLM's own endpoints" in str(shell.results[0].error)
 
 
 async def test_requests_are_served_beside_each_other_each_in_order():

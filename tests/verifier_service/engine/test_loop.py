@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing import Pipe
-from typing import Any
 
 import pytest
-import torch
 
-from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request, make_runner, tokens_of
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.engine.engine import VerifierEngine
-from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames
-from outrider.verifier_service.engine.pipelined import PipelinedEngine
+from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request
+from fakes.looping import NEVER_S, PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
+from outrider.verifier_service.engine.loop import engine_load, update_frames
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open
+from outrider.verifier_service.messages.draft import Close
 from outrider.verifier_service.messages.engine import (
     FROM_ENGINE,
     Cancel,
@@ -34,130 +27,6 @@ from outrider.verifier_service.messages.request import DisabledReason, FinishRea
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.sampling.verification import begin
-from outrider.verifier_service.scheduling.kv_cache import BlockPool
-from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-
-PATIENCE_S = 20.0  # of the tests: never reached unless something is wrong
-NEVER_S = 1000.0  # a draft's deadline that no test waits for
-
-
-def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
-    return {"draft_length": num_tokens, "drafter_id": "d"}
-
-
-class LateEngine(PipelinedEngine):
-    """An engine whose logits come once all is done that is done meanwhile and, where there is a gate, it is opened."""
-
-    gate: threading.Semaphore | None = None
-
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
-        def act() -> None:
-            assert self._runner.is_running
-            meanwhile()
-            if self.gate is not None:
-                assert self.gate.acquire(timeout=PATIENCE_S)
-            self._runner.arrive(num_left=int(self._next is not None))
-
-        return super().step(act)
-
-
-class Loop:
-    """The shell's end of the pipe to a loop on a thread."""
-
-    pace = Pace.AT_ONCE
-
-    def __init__(
-        self,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
-    ) -> None:
-        self.clock = clock
-        self.pipe, far = Pipe()
-        self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
-        self.drafts = RelayDraftClient()
-        limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
-        deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
-        speculation = CoordinatorConfig(**limits, **deadlines)
-        self.engine = (VerifierEngine if self.pace is Pace.AT_ONCE else LateEngine)(
-            self.runner,
-            Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
-            DraftCoordinator(self.drafts, speculation),
-            clock=time.monotonic,
-            generator=torch.Generator().manual_seed(0),
-            pricing=make_pricing(self.drafts),
-            verify=begin if self.pace is Pace.AT_ONCE else self.runner.verify,
-        )
-        self.engine.launches_early = self.pace is Pace.ASYNC
-        self.outputs: list[RequestOutput] = []
-        self.relays: list[Relay] = []
-        self.loads: list[EngineLoad] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
-        self.thread.start()
-
-    def _run(self, far: Any) -> None:
-        try:
-            EngineLoop(self.engine, self.drafts, far, clock=self.clock, check_integrity=True).run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            far.close()
-
-    def say(self, *messages: Any) -> None:
-        for message in messages:
-            self.pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
-
-    def hear_until(self, condition: Callable[[], Any]) -> None:
-        """Read updates until `condition()` holds."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
-            assert time.monotonic() < deadline_s, "what was waited for does not come"
-            update = decode(self.pipe.recv_bytes(), FROM_ENGINE)
-            assert isinstance(update, EngineUpdate)
-            self.outputs += update.outputs
-            self.relays += update.relays
-            self.loads += [update.load] if update.load is not None else []
-
-    def finished(self) -> set[str]:
-        return {output.request_id for output in self.outputs if output.finish_reason is not None}
-
-    def tokens(self, request_id: str) -> tuple[int, ...]:
-        return tokens_of([output for output in self.outputs if output.request_id == request_id])
-
-    def heard_by_drafter(self) -> list[Any]:
-        return [decode(relay.payload, (Open, Commit, Close)) for relay in self.relays]
-
-    def asks(self) -> list[Commit]:
-        return [message for message in self.heard_by_drafter() if isinstance(message, Commit)]
-
-    def end(self) -> None:
-        """Close the pipe; the loop must then end by itself, quietly."""
-        self.pipe.close()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-        assert self.error is None
-
-
-@contextlib.contextmanager
-def looping(deadline_s: float = NEVER_S, **options: Any) -> Iterator[Loop]:
-    loop = Loop(deadline_s, **options)
-    try:
-        yield loop
-    finally:
-        loop.end()
-
-
-def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
-    draft = Draft(
-        request_id=ask.request_id,
-        round_id=ask.round_id,
-        position=ask.position + len(ask.token_ids),
-        token_ids=token_ids,
-    )
-    return Relay(peer="d", payload=encode(draft))
 
 
 @pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)

@@ -285,3 +285,5 @@ def test_the_queue_compiles_on_a_thread_of_its_own():
     assert problem.startswith("structured")
     assert threads != [threading.current_thread()]
     assert len(threads) == 1
+    queue.put(messages[0])
+    assert (queue.take_all(), len(queue)) == ([messages[0]], 0)

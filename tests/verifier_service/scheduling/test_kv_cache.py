@@ -116,6 +116,17 @@ def test_a_sequence_is_evicted_from_its_tail():
     assert pool.match_prefix([A, B, C]) == table[:2]
 
 
+def test_a_flushed_pool_has_empty_blocks_alone():
+    pool = BlockPool(4, 4)
+    used = published(pool, A, B)
+    with pytest.raises(AssertionError, match="in use"):
+        pool.flush()
+    pool.release(used)
+    pool.flush()
+    assert (pool.match_prefix([A]), pool.num_free_blocks) == ([], 4)
+    pool.check_integrity([])
+
+
 def test_evicted_block_is_not_found_and_can_be_published_anew():
     pool = BlockPool(1, 4)
     pool.release(published(pool, A))

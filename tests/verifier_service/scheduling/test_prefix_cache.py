@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from outrider.verifier_service.scheduling.prefix_cache import ROOT_HASH, block_hash, extend_hashes
+from outrider.verifier_service.scheduling.prefix_cache import ROOT_HASH, block_hash, extend_hashes, root_hash
 
 
 def test_same_prefix_same_hash_on_every_host():
@@ -50,3 +50,14 @@ def test_extend_hashes_grows_lazily_and_chains():
     assert hashes == [block_hash(ROOT_HASH, [5, 6]), block_hash(hashes[0], [7, 8])]
     extend_hashes(hashes, tokens, block_size=2, num_blocks=1)
     assert len(hashes) == 2
+
+
+def test_other_weights_have_other_roots_and_so_other_hashes():
+    versions = [("default", 1), ("default", 2), ("v1", 1), ("v1", 2), ("", 1)]
+    roots = [ROOT_HASH, *(root_hash(version, num_updates) for version, num_updates in versions)]
+    firsts = []
+    for root in roots:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, [1, 2, 3, 4], 2, 2, "salt", root)
+        firsts += hashes
+    assert len({*firsts}) == 2 * len(roots)

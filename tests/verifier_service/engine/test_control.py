@@ -1,0 +1,216 @@
+"""Pauses, updates and their answers, over the loop's pipe: at every pace, with requests that wait for a draft."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from fakes.engine_bench import PROMPT, Pace, greedy_tokens, make_request
+from fakes.looping import PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
+from outrider.verifier_service.messages.engine import (
+    Cancel,
+    ContinueGeneration,
+    ControlResult,
+    DestroyWeightsGroup,
+    FlushCache,
+    PauseGeneration,
+    PauseMode,
+    PeerState,
+    UpdateWeights,
+)
+from outrider.verifier_service.messages.request import FinishReason
+from outrider.verifier_service.model.weights import WeightError
+
+LONG = tuple(range(3, 23))  # a prompt of several whole blocks
+
+
+@pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "pace", request.param)
+
+
+def answer(loop: Loop, call_id: str) -> ControlResult:
+    """Wait for the only answer to a call."""
+    loop.hear_until(lambda: call_id in {result.call_id for result in loop.results})
+    (result,) = [result for result in loop.results if result.call_id == call_id]
+    return result
+
+
+def call(loop: Loop, message: Any) -> ControlResult:
+    loop.say(message)
+    return answer(loop, message.call_id)
+
+
+def begin_and_wait_for_a_draft(loop: Loop, request_id: str = "a") -> None:
+    """Bring a request to where it has some tokens and waits for a draft."""
+    loop.say(PeerState(peer="d", is_up=True, vocab_size=97), make_request(request_id, **wait_for_drafts(2)))
+    loop.hear_until(loop.asks)
+    loop.hear_until(lambda: loop.tokens(request_id))
+
+
+def deliver(loop: Loop) -> None:
+    ask = loop.asks()[-1]
+    after = ask.position + len(ask.token_ids) - len(PROMPT)
+    loop.say(draft_for(ask, greedy_tokens(after + 2)[after:]))
+
+
+def test_keep_runs_no_step_and_goes_on_afterwards():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        assert call(loop, PauseGeneration(call_id="p", mode=PauseMode.KEEP)).num_requests == 1
+        num_batches = len(loop.runner.batches)
+        deliver(loop)
+        loop.say(make_request("b"))
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].num_waiting == 1)
+        assert loop.loads[-1].is_paused
+        assert len(loop.runner.batches) == num_batches
+        assert call(loop, PauseGeneration(call_id="p2", mode=PauseMode.KEEP)).error is None
+        assert call(loop, ContinueGeneration(call_id="c")).error is None
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a", "b"})
+        assert loop.tokens("a") == loop.tokens("b") == greedy_tokens(32)
+        assert any(output.num_accepted_tokens for output in loop.outputs), "the draft that came meanwhile is used"
+
+
+def test_abort_ends_all_requests_and_new_ones_queue():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        assert call(loop, PauseGeneration(call_id="p")).num_requests == 1
+        ended = [output for output in loop.outputs if output.finish_reason is not None]
+        assert [(output.request_id, output.finish_reason, output.token_ids) for output in ended] == [
+            ("a", FinishReason.ABORT, ())
+        ]
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].is_paused and not loop.loads[-1].num_running)
+        loop.say(make_request("b"))
+        loop.hear_until(lambda: loop.loads[-1].num_waiting == 1)
+        assert call(loop, ContinueGeneration(call_id="c")).error is None
+        loop.hear_until(lambda: loop.finished() == {"a", "b"})
+        assert loop.tokens("b") == greedy_tokens(32)
+
+
+def test_wait_is_answered_when_requests_have_finished_and_new_ones_queue():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        loop.say(PauseGeneration(call_id="p", mode=PauseMode.WAIT), make_request("b"), make_request("gone"))
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].num_waiting == 2)
+        loop.say(Cancel(request_id="gone"))
+        loop.hear_until(lambda: loop.loads[-1].num_waiting == 1)
+        assert not loop.results
+        loop.say(PeerState(peer="d", is_up=False))  # "a" goes on without drafts
+        assert answer(loop, "p").error is None
+        assert (loop.tokens("a"), loop.tokens("b")) == (greedy_tokens(32), ())
+        assert call(loop, ContinueGeneration(call_id="c")).error is None
+        loop.hear_until(lambda: loop.finished() == {"a", "b"})
+        assert loop.tokens("b") == greedy_tokens(32)
+
+
+def test_a_wait_that_is_overtaken_is_answered():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        loop.say(PauseGeneration(call_id="p", mode=PauseMode.WAIT), make_request("b"))
+        assert call(loop, ContinueGeneration(call_id="c")).error is None
+        assert "generation was continued" in str(answer(loop, "p").error)
+        loop.hear_until(lambda: "b" in loop.finished())
+        loop.say(PauseGeneration(call_id="p2", mode=PauseMode.WAIT))
+        assert call(loop, PauseGeneration(call_id="p3", mode=PauseMode.ABORT)).error is None
+        assert "newer call" in str(answer(loop, "p2").error)
+        assert loop.finished() == {"a", "b"}
+
+
+def test_a_wait_of_an_idle_engine_is_answered_at_once():
+    with looping() as loop:
+        assert call(loop, PauseGeneration(call_id="p", mode=PauseMode.WAIT)).error is None
+        loop.say(make_request("a"))
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].num_waiting == 1)
+        call(loop, ContinueGeneration(call_id="c"))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+
+
+def test_an_update_between_two_steps_names_the_tokens_that_follow():
+    updates: list[tuple[Any, bool]] = []
+    with looping(change_weights=lambda message: updates.append((message, is_in_flight())) or 0) as loop:
+
+        def is_in_flight() -> bool:
+            return getattr(loop.engine, "_next", None) is not None
+
+        begin_and_wait_for_a_draft(loop)
+        loop.say(make_request("beside", max_tokens=40))
+        loop.hear_until(lambda: loop.tokens("beside"))
+        result = call(loop, UpdateWeights(call_id="u", folder="f", weight_version="v7"))
+        assert (result.error, result.weight_version) == (None, "v7")
+        num_before = len([output for output in loop.outputs if output.request_id == "a"])
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a", "beside"})
+        outputs = [output for output in loop.outputs if output.request_id == "a"]
+        versions = [output.weight_version for output in outputs]
+        assert versions == ["default"] * num_before + ["v7"] * (len(outputs) - num_before)
+        assert updates == [(UpdateWeights(call_id="u", folder="f", weight_version="v7"), False)]
+        loop.loads.clear()
+        loop.hear_until(lambda: loop.loads)
+        assert (loop.loads[-1].weight_version, loop.loads[-1].weights_error) == ("v7", None)
+        assert call(loop, UpdateWeights(call_id="unnamed", folder="f")).weight_version == "2"
+
+
+def test_a_half_streamed_update_is_not_gone_on_with():
+    missing = [7, 3, 0, 5, 0]
+    with looping(change_weights=lambda message: missing.pop(0)) as loop:
+        call(loop, PauseGeneration(call_id="p", mode=PauseMode.KEEP))
+        results = [call(loop, UpdateWeights(call_id=name, group_name="g", weight_version="v1")) for name in "xy"]
+        assert [result.num_missing_tensors for result in results] == [7, 3]
+        assert {result.weight_version for result in results} == {"default"}
+        assert "3 tensors missing" in str(call(loop, ContinueGeneration(call_id="no")).error)
+        loop.say(make_request("a"))
+        result = call(loop, UpdateWeights(call_id="z", group_name="g", weight_version="v1"))
+        assert (result.num_missing_tensors, result.weight_version) == (0, "v1")
+        assert not loop.outputs
+        assert call(loop, ContinueGeneration(call_id="yes")).error is None
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        call(loop, UpdateWeights(call_id="half", group_name="g"))
+        assert call(loop, DestroyWeightsGroup(call_id="end", group_name="g")).error is None
+        assert call(loop, ContinueGeneration(call_id="anew")).error is None
+
+
+def test_an_update_that_is_refused_changes_nothing():
+    def refuse(message: Any) -> int:
+        raise WeightError("'lm_head' does not fit")
+
+    with looping(change_weights=refuse) as loop:
+        begin_and_wait_for_a_draft(loop)
+        result = call(loop, UpdateWeights(call_id="u", folder="f", weight_version="v7"))
+        assert (result.error, result.weight_version) == ("'lm_head' does not fit", "default")
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert loop.tokens("a") == greedy_tokens(32)
+
+
+def test_an_engine_is_not_silent_while_its_weights_change():
+    """Its shell gives up a silent one."""
+    may_end = threading.Event()
+    with looping(change_weights=lambda message: 0 if may_end.wait(PATIENCE_S) else 1) as loop:
+        loop.say(UpdateWeights(call_id="u", folder="f"))
+        loop.hear_until(lambda: len(loop.loads) >= 4)
+        assert not loop.results
+        may_end.set()
+        assert answer(loop, "u").error is None
+
+
+def test_an_engine_whose_weights_cannot_change_says_so():
+    with looping() as loop:
+        assert "cannot change" in str(call(loop, UpdateWeights(call_id="u", folder="f")).error)
+
+
+def test_a_flush_empties_the_cache_and_waits_for_nobody():
+    with looping() as loop:
+        for name in ("a", "b"):
+            loop.say(make_request(name, prompt=LONG, max_tokens=4))
+            loop.hear_until(lambda name=name: name in loop.finished())
+        begin_and_wait_for_a_draft(loop, "busy")
+        assert call(loop, FlushCache(call_id="f")).error == "1 requests are not finished"
+        loop.say(Cancel(request_id="busy"))
+        assert call(loop, FlushCache(call_id="g")).error is None
+        loop.say(make_request("c", prompt=LONG, max_tokens=4))
+        loop.hear_until(lambda: "c" in loop.finished())
+        cached = {output.request_id: output.num_cached_tokens for output in loop.outputs}
+        assert (cached["a"], cached["b"] > 0, cached["c"]) == (0, True, 0)

@@ -1,0 +1,146 @@
+"""What a trainer asks of an engine between two steps: pause, go on, flush, new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.engine import (
+    ContinueGeneration,
+    Control,
+    ControlResult,
+    FlushCache,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+    WeightChange,
+)
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
+
+ChangeWeights = Callable[[WeightChange], int]  # see `RankWeights.change`
+
+
+class EngineControl:
+    """Handles control messages. A pause in mode `wait` holds new requests back here until the others have finished."""
+
+    def __init__(self, engine: VerifierEngine, change_weights: ChangeWeights | None = None) -> None:
+        """Without `change_weights`, they cannot change."""
+        self._engine, self._change_weights = engine, change_weights
+        self._waiting: PauseGeneration | None = None  # a pause that begins when all requests have finished
+        self._held: dict[str, GenerationRequest] = {}
+        self._results: list[ControlResult] = []
+        self._num_missing = 0  # tensors of an update that is half here
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def take_results(self) -> tuple[ControlResult, ...]:
+        """Return the answers to calls since the last time."""
+        results, self._results = tuple(self._results), []
+        return results
+
+    def hold(self, message: GenerationRequest) -> bool:
+        """Keep a new request back if the engine waits for the others to finish; return whether it does."""
+        if self._waiting is None:
+            return False
+        self._held[message.request_id] = message
+        return True
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that is held back, if it is."""
+        self._held.pop(request_id, None)
+
+    def settle(self) -> list[RequestOutput]:
+        """Begin the pause that waited for requests once all have finished; return refusals of those held back."""
+        if self._waiting is None or self._engine.has_work():
+            return []
+        call, self._waiting = self._waiting, None
+        self._engine.is_paused = True
+        self._answer(call.call_id)
+        return self._add_held()
+
+    def handle(self, message: Control) -> list[RequestOutput]:
+        """Do what a message asks; return outputs of requests. Call it between two steps, with none in flight."""
+        match message:
+            case PauseGeneration():
+                return self._pause(message)
+            case ContinueGeneration():
+                return self._continue(message)
+            case FlushCache():
+                self._flush(message)
+                return []
+        return self._change(message)
+
+    def _pause(self, message: PauseGeneration) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        if message.mode is PauseMode.WAIT and not self._engine.is_paused:
+            refused = self._stop_waiting(f"a newer call, {message.call_id!r}, waits for the requests")
+            self._waiting = message
+            return refused + self.settle()
+        self._engine.is_paused = True
+        refused = self._stop_waiting("a newer call has paused")
+        num_requests = len(self._engine.requests)
+        if message.mode is PauseMode.ABORT:
+            outputs = self._engine.end_all(FinishReason.ABORT)
+        self._answer(message.call_id, num_requests=num_requests)
+        return refused + outputs
+
+    def _continue(self, message: ContinueGeneration) -> list[RequestOutput]:
+        if self._num_missing:
+            self._answer(message.call_id, f"an update of the weights is half here: {self._num_missing} tensors missing")
+            return []
+        self._engine.is_paused = False
+        self._answer(message.call_id)
+        return self._stop_waiting("generation was continued")
+
+    def _stop_waiting(self, reason: str) -> list[RequestOutput]:
+        """Answer the pause that waits, if any, and let the requests in that were held back for it."""
+        if self._waiting is None:
+            return []
+        self._answer(self._waiting.call_id, f"the pause did not begin: {reason}")
+        self._waiting = None
+        return self._add_held()
+
+    def _add_held(self) -> list[RequestOutput]:
+        held, self._held = self._held, {}
+        return [refusal for message in held.values() if (refusal := self._engine.add(message)) is not None]
+
+    def _flush(self, message: FlushCache) -> None:
+        num_requests = len(self._engine.requests)
+        if num_requests:
+            self._answer(message.call_id, f"{num_requests} requests are not finished")
+            return
+        self._engine.scheduler.flush_cache()
+        self._answer(message.call_id)
+
+    def _change(self, message: WeightChange) -> list[RequestOutput]:
+        if self._change_weights is None:
+            self._answer(message.call_id, "this engine's weights cannot change")
+            return []
+        self._num_missing, outputs = 0, []
+        try:
+            self._num_missing = self._change_weights(message)
+        except BrokenWeightsError as error:
+            self._engine.weights_error = str(error)
+            outputs = self._engine.end_all(FinishReason.ERROR, str(error))
+            self._answer(message.call_id, str(error))
+        except ValueError as error:  # the weights are the old ones
+            self._answer(message.call_id, str(error))
+        else:
+            if isinstance(message, UpdateWeights) and not self._num_missing:
+                self._engine.take_version(message.weight_version)
+            self._answer(message.call_id, num_requests=len(self._engine.requests))
+        return outputs
+
+    def _answer(self, call_id: str, error: str | None = None, *, num_requests: int = 0) -> None:
+        self._results.append(
+            ControlResult(
+                call_id=call_id,
+                error=error,
+                weight_version=self._engine.weight_version,
+                num_missing_tensors=self._num_missing,
+                num_requests=num_requests,
+            )
+        )
