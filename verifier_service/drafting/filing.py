@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from outrider.verifier_service.drafting.drafter_record import DrafterRecord
 from outrider.verifier_service.messages.draft import Close, History, Open, VerifierMessage
 from outrider.verifier_service.messages.request import Request
+
+
+def filed_under(history_key: str | None, prompt_token_ids: Sequence[int]) -> str:
+    """Return the key of a response's history, which drafters are seeded under; "": none.
+
+    A request's own key is never that of a prompt.
+    """
+    if history_key is None:
+        prompt = array("i", prompt_token_ids).tobytes()
+        return f"prompt {hashlib.blake2b(prompt, digest_size=16).hexdigest()}"
+    return f"key {history_key}" if history_key else ""
 
 
 class Filing:
@@ -44,10 +55,5 @@ class Filing:
         return {drafter_id: [opening, Close(request_id=request.request_id)] for drafter_id in keeping}
 
     def _history(self, request: Request) -> History:
-        key = request.history_key
-        if key is None:
-            prompt = array("i", request.token_ids[: request.num_prompt_tokens])
-            key = f"prompt {hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()}"
-        elif key:
-            key = f"key {key}"
+        key = filed_under(request.history_key, request.token_ids[: request.num_prompt_tokens])
         return History(key=key, num_prompt_tokens=request.num_prompt_tokens, weight_version=self.weight_version)

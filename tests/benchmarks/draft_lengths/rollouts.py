@@ -140,6 +140,7 @@ def measure(offline: OfflineEngine, study: Study, on_run: Callable[[str], None])
     offline.engine.pricing.survival = survival
     found: dict[str, list[Epoch]] = {arm: [] for arm in ARMS}
     said: Counter[int] = Counter()
+    run_epoch(offline, requests_of(study, OFF, -1, ()))  # a cold machine: it does not count
     for epoch in range(study.num_epochs):
         biases = biases_of(study, epoch, said) if epoch else ()
         offline.engine.drafting.filing.weight_version = str(epoch)
