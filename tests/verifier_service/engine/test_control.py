@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fakes.engine_bench import PROMPT, Pace, greedy_tokens, make_request
-from fakes.looping import PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
 from outrider.verifier_service.messages.engine import (
     Cancel,
     ContinueGeneration,
@@ -22,6 +21,7 @@ from outrider.verifier_service.messages.engine import (
 )
 from outrider.verifier_service.messages.request import FinishReason
 from outrider.verifier_service.model.weights import WeightError
+from tiny.looping import PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
 
 LONG = tuple(range(3, 23))  # a prompt of several whole blocks
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request
-from fakes.looping import NEVER_S, PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
 from outrider.verifier_service.engine.loop import engine_load, update_frames
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -27,6 +26,7 @@ from outrider.verifier_service.messages.request import DisabledReason, FinishRea
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
+from tiny.looping import NEVER_S, PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
 
 
 @pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)
