@@ -62,7 +62,7 @@ class LogprobsMode(enum.StrEnum):
     """Which law a request's log probabilities are of; the words are vLLM's."""
 
     RAW = "raw_logprobs"  # the model's own
-    PROCESSED = "processed_logprobs"  # the law that each token was drawn from; see sampling/logprobs.py
+    PROCESSED = "processed_logprobs"  # the law that each token was drawn from; see `sampling.logprobs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
