@@ -149,6 +149,7 @@ class VerifierEngine:
         self._num_updates += 1
         self._outputs.weight_version = str(self._num_updates) if version is None else version
         self.scheduler.change_root(root_hash(self.weight_version, self._num_updates))
+        self.drafting.filing.weight_version = self.weight_version
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
         self.weights_error = None

@@ -150,6 +150,7 @@ def test_an_update_between_two_steps_names_the_tokens_that_follow():
         loop.loads.clear()
         loop.hear_until(lambda: loop.loads)
         assert (loop.loads[-1].weight_version, loop.loads[-1].weights_error) == ("v7", None)
+        assert loop.engine.drafting.filing.weight_version == "v7", "histories are filed under it"
         assert call(loop, UpdateWeights(call_id="unnamed", folder="f")).weight_version == "2"
 
 
