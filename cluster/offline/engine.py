@@ -24,13 +24,14 @@ from outrider.verifier_service.engine.factory import build_engine, load_rank, pr
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState
+from outrider.verifier_service.messages.engine import PeerState, UpdateWeights
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.pipe_writer import PipeWriter
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec, keep_loaded
 from outrider.verifier_service.model.runner import ParallelRunner
+from outrider.verifier_service.refit.rank_weights import RankWeights
 
 JOIN_TIMEOUT_S = 5.0
 SPAWNING = multiprocessing.get_context("spawn")
@@ -154,7 +155,7 @@ class OfflineEngine:
             spec, drafter = config.verifier_spec, config.drafter_spec
             is_apart = drafter_process and bool(config.pools)
             process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
-            runner = _load_here(opening, run_verifier_rank, spec, spec.model)
+            runner, self._weights = _load_here(opening, run_verifier_rank, spec, spec.model)
             self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
             show = None
             if drafter is not None and process is None:
@@ -199,6 +200,16 @@ class OfflineEngine:
             self.drafts.wait(self.engine.idle_s() or 0.0)
         return outputs or []
 
+    def update_weights(self, folder: str, weight_version: str | None) -> None:
+        """Take a checkpoint's weights, while no request runs. Raises `ValueError` if they do not fit: nothing changes.
+
+        Raises `BrokenWeightsError` if the copy fails half-way: the engine is of no use any more.
+        """
+        assert not self.engine.has_work(), "weights change between requests"
+        self.engine.drain()
+        self._weights.change(UpdateWeights(call_id="", folder=folder, weight_version=weight_version))
+        self.engine.take_version(weight_version)
+
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its KV and session; a finished request is ignored."""
         self.engine.cancel(request_id)
@@ -216,12 +227,12 @@ class OfflineEngine:
 def _load_draft_model(opening: contextlib.ExitStack, spec: DrafterSpec) -> ParallelRunner | None:
     if not spec.loads_model or spec.model is None:
         return None
-    return _load_here(opening, run_drafter_rank, spec, spec.model)
+    return _load_here(opening, run_drafter_rank, spec, spec.model)[0]
 
 
 def _load_here(
     opening: contextlib.ExitStack, main: Callable[[Any, RankSpec], None], spec: Any, model: ModelConfig
-) -> ParallelRunner:
+) -> tuple[ParallelRunner, RankWeights]:
     """Run rank 0 in this process, and the other ranks as child processes."""
     size = model.tensor_parallel_size
     followers = RankProcesses(main, spec, size, first_rank=1)
@@ -230,7 +241,7 @@ def _load_here(
     share = load_rank(model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive)
     runner = ParallelRunner(*share)
     opening.callback(runner.close)
-    return runner
+    return runner, RankWeights(*share)
 
 
 @contextlib.contextmanager

@@ -135,6 +135,17 @@ class LLM:
         """Yield pieces of all outputs' texts as they are generated; closing the iterator cancels the rest."""
         return self._pieces(self._runs(_parsed(prompts), sampling_params))
 
+    def update_weights(self, folder: str, weight_version: str | None = None) -> None:
+        """Take the weights of another checkpoint of the same model: what follows is what a fresh `LLM` of it would say.
+
+        No KV of older weights is found. `weight_version` names the weights (None: by their number), under which
+        `rollouts` file responses. A draft model or head keeps its own weights: tokens stay right, and drafts may be
+        accepted less often. Raises `ValueError` if tensors are missing or do not fit, and `RuntimeError` while prompts
+        run: nothing changes.
+        """
+        with self._alone():
+            self._engine.update_weights(folder, weight_version)
+
     def close(self) -> None:
         """Free the models and end the processes."""
         self._is_closed = True
