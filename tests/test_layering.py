@@ -85,7 +85,8 @@ ROOMS = {
     ),
     "cluster/offline": (
         "common router monitoring gateway config verifier_service/messages verifier_service/model "
-        "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
+        "verifier_service/links verifier_service/engine verifier_service/refit drafter_service/engine "
+        "drafter_service/service"
     ),
     "cluster/client": "common",
     "cluster/cli": (  # its verbs' options, which the laboratory's verbs have, too
