@@ -20,6 +20,7 @@ from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import run_drafter_rank
+from outrider.verifier_service.engine.control import EngineControl
 from outrider.verifier_service.engine.factory import build_engine, load_rank, profile_engine, run_verifier_rank
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
@@ -155,13 +156,14 @@ class OfflineEngine:
             spec, drafter = config.verifier_spec, config.drafter_spec
             is_apart = drafter_process and bool(config.pools)
             process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
-            runner, self._weights = _load_here(opening, run_verifier_rank, spec, spec.model)
+            runner, weights = _load_here(opening, run_verifier_rank, spec, spec.model)
             self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
             show = None
             if drafter is not None and process is None:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
             self.engine, self.runner, self.model = build_engine(runner, spec, self.drafts), runner, runner.model
             self.engine.stats.graphs = runner.graph_counts
+            self._control = EngineControl(self.engine, weights.change)
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)
@@ -203,12 +205,14 @@ class OfflineEngine:
     def update_weights(self, folder: str, weight_version: str | None) -> None:
         """Take a checkpoint's weights, while no request runs. Raises `ValueError` if they do not fit: nothing changes.
 
-        Raises `BrokenWeightsError` if the copy fails half-way: the engine is of no use any more.
+        If the copy fails half-way, the engine refuses all requests until a whole update succeeds.
         """
         assert not self.engine.has_work(), "weights change between requests"
         self.engine.drain()
-        self._weights.change(UpdateWeights(call_id="", folder=folder, weight_version=weight_version))
-        self.engine.take_version(weight_version)
+        self._control.handle(UpdateWeights(call_id="", folder=folder, weight_version=weight_version))
+        (result,) = self._control.take_results()
+        if result.error is not None:
+            raise ValueError(result.error)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its KV and session; a finished request is ignored."""

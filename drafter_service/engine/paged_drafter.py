@@ -29,11 +29,8 @@ from outrider.verifier_service.scheduling.kv_cache import BlockPool
 Follow = Callable[[Sequence[StateT]], list[int]]
 
 
-class Forward(Protocol[StateT]):
-    """What differs between drafters over paged KV: it packs a step into a batch, runs the batch and reads the rows."""
-
-    num_forwards: int  # run so far
-    graph_counts: GraphCounts | None  # of its captured steps; None: its runner's are counted elsewhere, or it has none
+class PagedModel(Protocol):
+    """What a model over paged KV says of itself."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -49,6 +46,13 @@ class Forward(Protocol[StateT]):
 
     @property
     def needs(self) -> DraftNeeds: ...
+
+
+class Forward(PagedModel, Protocol[StateT]):
+    """What differs between drafters over paged KV: it packs a step into a batch, runs the batch and reads the rows."""
+
+    num_forwards: int  # run so far
+    graph_counts: GraphCounts | None  # of its captured steps; None: its runner's are counted elsewhere, or it has none
 
     def can_draft(self, ask: Ask) -> bool:
         """Return whether the ask has the states that drafting needs."""

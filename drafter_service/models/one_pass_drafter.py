@@ -18,12 +18,11 @@ import torch
 
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
-from outrider.drafter_service.engine.paged_drafter import Follow
+from outrider.drafter_service.engine.paged_drafter import Follow, PagedModel
 from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
-from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 
@@ -51,23 +50,8 @@ class Chunk:
         return slots_of(self.block_table, range(self.num_cached, self.num_cached + count), block_size)
 
 
-class OnePassModel(Protocol):
+class OnePassModel(PagedModel, Protocol):
     """A model that computes contexts and canvases."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def needs(self) -> DraftNeeds: ...
 
     @property
     def pages_canvas(self) -> bool:

@@ -28,9 +28,8 @@ class FoundDrafts:
     def ask_length(self, level: LoadLevel, base: StepShape, bound: int) -> int | None:
         """Return how many tokens to ask for; None: the drafts take time, so the price decides."""
         if self._known is None:
-            plain_s, drafted_s = level.cost.seconds_with(base, 1)
-            does_pay = plain_s * (1 + base.num_tokens) > drafted_s * base.num_tokens
-            self._known = level.exposure.seconds(bound) <= FREE_SHARE * plain_s, does_pay
+            takes_no_time = level.exposure.seconds(bound) <= FREE_SHARE * level.cost.seconds(base)
+            self._known = takes_no_time, level.cost.best_length(base, (1.0,)) > 0
         takes_no_time, does_pay = self._known
         if not takes_no_time:
             return None

@@ -81,7 +81,8 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
-            self._can_pay = self._could_pay(base, max(survival for survival, _ in slots))
+            best = max(survival for survival, _ in slots)
+            self._can_pay = self._cost.best_length(base, (best,)) > 0
             fade, weight = fade_over(num_steps)
             gains = self.gains_at(base, slots, exposed_s)
             self._gains = [fade * old + weight * new for old, new in zip(self._gains, gains, strict=True)]
@@ -89,11 +90,6 @@ class StepPrice:
         if not self.is_new:
             best = self._best()
             self.value = best if self._settle is None else self._settle(self.value, best, self._can_pay)
-
-    def _could_pay(self, base: StepShape, survival: float) -> bool:
-        """Return whether one slot of this survival would have made a step faster, if its draft came at once."""
-        plain_s, drafted_s = self._cost.seconds_with(base, 1)
-        return drafted_s * base.num_tokens < plain_s * (base.num_tokens + survival)
 
     def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> list[float]:
         """Return the log throughput gain over no drafts for each price of the grid, by the step costs known now."""

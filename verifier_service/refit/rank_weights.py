@@ -80,6 +80,10 @@ class RankWeights:
         missing = self._together(lambda: self._weights.missing(source))
         if missing:
             raise WeightError(f"{len(missing)} tensors are missing, {missing[0]!r} among them")
+        self._copy(source)
+
+    def _copy(self, source: TensorSource) -> None:
+        """Copy a source that was found complete. Raises `BrokenWeightsError`."""
         try:
             self._together(lambda: self._weights.copy(source))
         except WeightError as error:
@@ -109,7 +113,7 @@ class RankWeights:
         if missing := self._together(lambda: self._weights.missing(staged)):
             self._staged = staged
             return len(missing)
-        self.update_weights(staged)
+        self._copy(staged)
         return 0
 
     def _receive(self, message: UpdateWeights) -> list[torch.Tensor]:
