@@ -40,6 +40,11 @@ class DrafterLinkStub(object):
                 request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
                 response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                 _registered_method=True)
+        self.Control = channel.unary_unary(
+                '/outrider.link.v1.DrafterLink/Control',
+                request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                _registered_method=True)
 
 
 class DrafterLinkServicer(object):
@@ -52,11 +57,23 @@ class DrafterLinkServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Control(self, request, context):
+        """From a gateway: what a trainer asks for between two steps. One control message up, its result down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Stream': grpc.stream_stream_rpc_method_handler(
                     servicer.Stream,
+                    request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                    response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            ),
+            'Control': grpc.unary_unary_rpc_method_handler(
+                    servicer.Control,
                     request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                     response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             ),
@@ -99,6 +116,33 @@ class DrafterLink(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Control(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.link.v1.DrafterLink/Control',
+            outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            outrider_dot_proto_dot_link__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class VerifierLinkStub(object):
     """Served by every verifier; one call per request, cancelled by the gateway to stop it.
@@ -115,6 +159,11 @@ class VerifierLinkStub(object):
                 request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
                 response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                 _registered_method=True)
+        self.Control = channel.unary_unary(
+                '/outrider.link.v1.VerifierLink/Control',
+                request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                _registered_method=True)
 
 
 class VerifierLinkServicer(object):
@@ -127,11 +176,23 @@ class VerifierLinkServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Control(self, request, context):
+        """What a trainer asks for between two steps. One control message up, its result down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
+                    request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                    response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            ),
+            'Control': grpc.unary_unary_rpc_method_handler(
+                    servicer.Control,
                     request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                     response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             ),
@@ -162,6 +223,33 @@ class VerifierLink(object):
             request,
             target,
             '/outrider.link.v1.VerifierLink/Generate',
+            outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            outrider_dot_proto_dot_link__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Control(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.link.v1.VerifierLink/Control',
             outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             outrider_dot_proto_dot_link__pb2.Frame.FromString,
             options,
