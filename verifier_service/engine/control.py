@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.engine import (
+    AbortAll,
     ContinueGeneration,
     Control,
     ControlResult,
@@ -68,6 +69,8 @@ class EngineControl:
                 return self._pause(message)
             case ContinueGeneration():
                 return self._continue(message)
+            case AbortAll():
+                return self._abort(message)
             case FlushCache():
                 self._flush(message)
                 return []
@@ -107,6 +110,12 @@ class EngineControl:
         held, self._held = self._held, {}
         return [refusal for message in held.values() if (refusal := self._engine.add(message)) is not None]
 
+    def _abort(self, message: AbortAll) -> list[RequestOutput]:
+        self._answer(message.call_id, num_requests=len(self._engine.requests) + len(self._held))
+        held, self._held = self._held, {}
+        aborted = [RequestOutput.aborted(request_id, self._engine.weight_version) for request_id in held]
+        return [*self._engine.end_all(FinishReason.ABORT), *aborted]
+
     def _flush(self, message: FlushCache) -> None:
         num_requests = len(self._engine.requests)
         if num_requests:
@@ -130,7 +139,7 @@ class EngineControl:
             self._answer(message.call_id, str(error))
         else:
             if isinstance(message, UpdateWeights) and not self._num_missing:
-                self._engine.take_version(message.weight_version)
+                self._engine.take_version(message.weight_version, message.folder)
             self._answer(message.call_id, num_requests=len(self._engine.requests))
         return outputs
 

@@ -90,6 +90,13 @@ class FlushCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AbortAll:
+    """End all requests with finish reason `abort`; whether the engine is paused stays as it is."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InitWeightsGroup:
     """Join a torch.distributed group whose rank 0 is the trainer, as rank `rank_offset` + tensor-parallel rank."""
 
@@ -128,8 +135,8 @@ class UpdateWeights:
 
 WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
 WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
-Control = PauseGeneration | ContinueGeneration | FlushCache | WeightChange
-CONTROLS = (PauseGeneration, ContinueGeneration, FlushCache, *WEIGHT_CHANGES)
+Control = PauseGeneration | ContinueGeneration | AbortAll | FlushCache | WeightChange
+CONTROLS = (PauseGeneration, ContinueGeneration, AbortAll, FlushCache, *WEIGHT_CHANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +278,8 @@ class EngineLoad:
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
     circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up
     weight_version: str = ""  # empty: unknown
+    weights_taken_s: float = 0.0  # when they came, in Unix seconds; 0: the engine started with them
+    weights_folder: str | None = None  # where they came from; None: a trainer's group, or the engine started with them
     weights_error: str | None = None  # an update broke off while weights were copied: no request is served
     is_paused: bool = False
 
