@@ -338,13 +338,6 @@ class RequestOutput:
         """Return the only output of a request that cannot run."""
         return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
 
-    @classmethod
-    def aborted(cls, request_id: str, weight_version: str) -> RequestOutput:
-        """Return the only output of a request that was aborted before it began."""
-        return cls(
-            request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT, weight_version=weight_version
-        )
-
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
         """Return the origin of each of `token_ids`."""
