@@ -61,6 +61,12 @@ class TinyVerifier:
         self.table, self.control = RequestTable(self._shell.send), ControlTable(self._shell.send)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self.error: BaseException | None = None
+        self._running: set[str] = set()
+
+    @property
+    def num_running(self) -> int:
+        """How many requests have tokens and are not finished; those that were cancelled count."""
+        return len(self._running)
 
     async def start(self) -> None:
         servicer = VerifierLinkServicer(self.table, self.control)
@@ -87,6 +93,10 @@ class TinyVerifier:
             pipe.close()
 
     def _hear(self, update: EngineUpdate) -> None:
+        for output in update.outputs:
+            self._running.add(output.request_id)
+            if output.finish_reason is not None:
+                self._running.discard(output.request_id)
         self.table.deliver(update.outputs)
         self.control.deliver(update.results)
         if update.load is not None:
@@ -122,6 +132,11 @@ class TrainedFleet:
     fleet: FleetControl
     folder: Path
     verifiers: list[TinyVerifier] = field(default_factory=list)
+
+    @property
+    def num_running(self) -> int:
+        """How many requests have tokens and are not finished, where none was cancelled."""
+        return sum(verifier.num_running for verifier in self.verifiers)
 
     async def add_verifier(self, name: str, folder: Path | None = None) -> TinyVerifier:
         """Start another verifier, which has the first weights; wait until the gateway knows of it."""
