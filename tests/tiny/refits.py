@@ -61,6 +61,12 @@ class Trainer:
         self._say("join", vars_of(self.joining))
         return self.joining
 
+    def buckets(self, folder: str, num_buckets: int) -> list[list[str]]:
+        """Return the names of a folder's tensors in so many parts."""
+        names = list(tensors_of(folder))
+        size = -(-len(names) // num_buckets)
+        return [names[first : first + size] for first in range(0, len(names), size)]
+
     def sends(self, folder: str, names: Sequence[str] | None = None, **fields: object) -> UpdateWeights:
         """Let the trainer broadcast tensors of a folder, and return what the server must be told meanwhile."""
         tensors = tensors_of(folder)
