@@ -25,6 +25,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import (
@@ -165,7 +166,7 @@ class EngineVerifier(VerifierLinkServicer):
 
     def __init__(self, dies_after: int | None = None, **options: Any) -> None:
         self.table = RequestTable(self._send)
-        super().__init__(self.table)
+        super().__init__(self.table, ControlTable(lambda _: None))
         self.requests: list[GenerationRequest] = []
         self._bench = EngineBench(**options)
         self._num_left = dies_after
