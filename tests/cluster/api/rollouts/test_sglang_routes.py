@@ -202,7 +202,7 @@ async def test_a_request_stopped_in_place_goes_on(fleet: TrainedFleet):
 
 
 async def test_an_unknown_mode_is_refused(fleet: TrainedFleet):
-    error = (await post(fleet, "/pause_generation", {"mode": "retract"}, status=400))["error"]
+    error = (await post(fleet, "/pause_generation", {"mode": "sleep"}, status=400))["error"]
     assert error["param"] == "mode"
 
 
