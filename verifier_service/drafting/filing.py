@@ -6,24 +6,12 @@ their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 
 from outrider.verifier_service.drafting.drafter_record import DrafterRecord
-from outrider.verifier_service.messages.draft import Close, History, Open, VerifierMessage
+from outrider.verifier_service.messages.draft import Close, History, Open, Seed, VerifierMessage
+from outrider.verifier_service.messages.history import PastResponse, filed_under
 from outrider.verifier_service.messages.request import Request
-
-
-def filed_under(history_key: str | None, prompt_token_ids: Sequence[int]) -> str:
-    """Return the key of a response's history, which drafters are seeded under; "": none.
-
-    A request's own key is never that of a prompt.
-    """
-    if history_key is None:
-        prompt = array("i", prompt_token_ids).tobytes()
-        return f"prompt {hashlib.blake2b(prompt, digest_size=16).hexdigest()}"
-    return f"key {history_key}" if history_key else ""
 
 
 class Filing:
@@ -48,11 +36,27 @@ class Filing:
 
         A drafter lacks what was committed without asking it: all of it, while drafts do not pay.
         """
-        keeping = [drafter_id for drafter_id, record in drafters.items() if record.needs.history]
-        if not self._in_rollouts or request.history_key == "" or not keeping or request.num_output_tokens <= 0:
+        keeping = self._keeping(request, drafters)
+        if not keeping or request.num_output_tokens <= 0:
             return {}
         opening = self.opening(request)
         return {drafter_id: [opening, Close(request_id=request.request_id)] for drafter_id in keeping}
+
+    def seeding(
+        self, request: Request, responses: Sequence[PastResponse], drafters: Mapping[str, DrafterRecord]
+    ) -> dict[str, list[VerifierMessage]]:
+        """Return messages with responses of a request's key that ended elsewhere, to the same drafters as `ending`."""
+        keeping = self._keeping(request, drafters)
+        if not keeping:
+            return {}
+        seed = Seed(request_id=request.request_id, history=self._history(request), responses=tuple(responses))
+        return {drafter_id: [seed] for drafter_id in keeping}
+
+    def _keeping(self, request: Request, drafters: Mapping[str, DrafterRecord]) -> list[str]:
+        """Return the drafters that keep the histories of a request's key."""
+        if not self._in_rollouts or request.history_key == "":
+            return []
+        return [drafter_id for drafter_id, record in drafters.items() if record.needs.history]
 
     def _history(self, request: Request) -> History:
         key = filed_under(request.history_key, request.token_ids[: request.num_prompt_tokens])

@@ -6,7 +6,8 @@ import pytest
 
 from fakes.engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open
+from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open, Seed
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
 
 
@@ -102,3 +103,20 @@ def test_what_was_declined_or_never_began_is_not_sent():
     bench = Bench()
     assert bench.ending(bench.request(history_key=""), 7, 8) == []
     assert bench.ending(bench.request()) == []
+
+
+RESPONSES = (PastResponse(token_ids=(7, 8), age=1), PastResponse(token_ids=(7, 9)))
+
+
+def test_what_ended_elsewhere_goes_to_every_drafter_that_keeps_it_under_the_requests_key():
+    bench = Bench()
+    bench.coordinator.filing.weight_version = "12"
+    history = bench.opening().history
+    bench.coordinator.seed(bench.request(history=RESPONSES), RESPONSES)
+    assert bench.client.take() == [("keeps", Seed(request_id="r", history=history, responses=RESPONSES))]
+
+
+def test_a_request_that_declined_or_is_none_of_a_rollout_brings_nothing():
+    for bench, fields in ((Bench(), {"history_key": ""}), (Bench(rollouts=False), {})):
+        bench.coordinator.seed(bench.request(history=RESPONSES, **fields), RESPONSES)
+        assert bench.client.take() == []
