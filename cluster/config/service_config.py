@@ -124,6 +124,13 @@ class ServiceConfig(PoolsConfig):
     def __init__(self, **options: Any) -> None:  # or mypy takes the parts for parameters
         super().__init__(**options)
 
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        """Refuse several gateways: each would know the responses that went through itself alone."""
+        if self.verifiers.rollouts and self.gateway.num_gateways.most > 1:
+            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
+        return self
+
     @property
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""

@@ -37,7 +37,6 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.histogram import Histogram
-from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import AskLength, DraftPricing
 
@@ -132,6 +131,7 @@ class DraftCoordinator:
         """Attach drafts that have arrived, drop stale ones, and release requests whose draft is late or lost."""
         for event in self._client.poll():
             self._on_event(event, requests, now_s)
+        self._send(self.filing.take_seeds(self._drafters))
         self._expire_rounds(requests, now_s)
 
     def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:
@@ -243,10 +243,6 @@ class DraftCoordinator:
             self._drafters[session.drafter_id].timer_of(session).back_off()
         for drafter_id in {drafter_id for drafter_id, _ in late}:
             self._drafters[drafter_id].breaker.record_failure(now_s)
-
-    def seed(self, request: Request, responses: Sequence[PastResponse]) -> None:
-        """Let drafters that keep histories have responses of a request's key that ended elsewhere."""
-        self._send(self.filing.seeding(request, responses, self._drafters))
 
     # --- after committing ---
 

@@ -19,6 +19,7 @@ class Filing:
 
     def __init__(self, *, in_rollouts: bool) -> None:
         self._in_rollouts = in_rollouts
+        self._seeds: list[Seed] = []  # at once they would miss a drafter whose coming up was not read yet
         self.weight_version = ""  # of the target's weights, which the engine changes
 
     def opening(self, request: Request) -> Open:
@@ -36,27 +37,24 @@ class Filing:
 
         A drafter lacks what was committed without asking it: all of it, while drafts do not pay.
         """
-        keeping = self._keeping(request, drafters)
-        if not keeping or request.num_output_tokens <= 0:
+        keeping = [drafter_id for drafter_id, record in drafters.items() if record.needs.history]
+        if not self._in_rollouts or request.history_key == "" or not keeping or request.num_output_tokens <= 0:
             return {}
         opening = self.opening(request)
         return {drafter_id: [opening, Close(request_id=request.request_id)] for drafter_id in keeping}
 
-    def seeding(
-        self, request: Request, responses: Sequence[PastResponse], drafters: Mapping[str, DrafterRecord]
-    ) -> dict[str, list[VerifierMessage]]:
-        """Return messages with responses of a request's key that ended elsewhere, to the same drafters as `ending`."""
-        keeping = self._keeping(request, drafters)
-        if not keeping:
-            return {}
-        seed = Seed(request_id=request.request_id, history=self._history(request), responses=tuple(responses))
-        return {drafter_id: [seed] for drafter_id in keeping}
+    def seed(self, request: Request, responses: Sequence[PastResponse]) -> None:
+        """Keep responses of a request's key that ended elsewhere, until `take_seeds`."""
+        if responses and self._in_rollouts and request.history_key != "":
+            history = self._history(request)
+            self._seeds.append(Seed(request_id=request.request_id, history=history, responses=tuple(responses)))
 
-    def _keeping(self, request: Request, drafters: Mapping[str, DrafterRecord]) -> list[str]:
-        """Return the drafters that keep the histories of a request's key."""
-        if not self._in_rollouts or request.history_key == "":
-            return []
-        return [drafter_id for drafter_id, record in drafters.items() if record.needs.history]
+    def take_seeds(self, drafters: Mapping[str, DrafterRecord]) -> dict[str, list[VerifierMessage]]:
+        """Return messages with the responses that `seed` has kept, to every drafter that keeps histories."""
+        if not self._seeds:
+            return {}
+        seeds, self._seeds = self._seeds, []
+        return {drafter_id: [*seeds] for drafter_id, record in drafters.items() if record.needs.history}
 
     def _history(self, request: Request) -> History:
         key = filed_under(request.history_key, request.token_ids[: request.num_prompt_tokens])
