@@ -143,9 +143,12 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        """Refuse doors for trainers that anyone can open: whoever passes them changes the weights."""
-        is_open = not self.gateway.api_key_hashes and self.host not in LOOPBACK
-        if self.verifiers.rollouts and is_open:
+        """Refuse several gateways, and doors that anyone can open: whoever passes them changes the weights."""
+        if not self.verifiers.rollouts:
+            return self
+        if self.gateway.num_gateways.most > 1:
+            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
+        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:
             raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
         return self
 

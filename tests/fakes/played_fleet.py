@@ -13,6 +13,7 @@ import grpc
 from fakes.engine_bench import EngineBench
 from fakes.reports import verifier_report
 from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.router.fleet import (
     Assignment,
@@ -213,7 +214,13 @@ async def serve(verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "12
 class Fleet:
     """Verifiers v0, v1, … behind a router that names the first that is not excluded."""
 
-    def __init__(self, *, max_queued_requests: int = 1024, failover_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_queued_requests: int = 1024,
+        failover_timeout_s: float = 10.0,
+        memory: RolloutMemory | None = None,
+    ) -> None:
         self.router = Router()
         self.client = RouterClient(self.router, RouterPolicy())
         self.backend = RoutedBackend(
@@ -222,6 +229,7 @@ class Fleet:
             MODEL,
             max_queued_requests=max_queued_requests,
             failover_timeout_s=failover_timeout_s,
+            memory=memory,
         )
         self.stops: list[Callable[[], Awaitable[None]]] = []
 

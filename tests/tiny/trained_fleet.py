@@ -23,6 +23,7 @@ from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.replicas.engine_shell import EngineShell
@@ -180,9 +181,10 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
         logprobs_mode=LogprobsMode.PROCESSED,
         rollouts=True,
     )
-    backend = RoutedBackend(client, "g", info, max_queued_requests=1024, failover_timeout_s=10.0)
+    memory = RolloutMemory()
+    backend = RoutedBackend(client, "g", info, max_queued_requests=1024, failover_timeout_s=10.0, memory=memory)
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-    gateway = Gateway(info, build_tokenizer(), backend, metrics, time.monotonic)
+    gateway = Gateway(info, build_tokenizer(), backend, metrics, time.monotonic, memory=memory)
 
     async def is_healthy() -> bool:
         return bool(control.verifiers)

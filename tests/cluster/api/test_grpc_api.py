@@ -26,8 +26,8 @@ from outrider.verifier_service.messages.request import (
 
 
 @asynccontextmanager
-async def serving(backend, tokenizer):
-    running = await start_grpc_server(build_gateway(backend, tokenizer), "127.0.0.1:0")
+async def serving(backend, tokenizer, **options):
+    running = await start_grpc_server(build_gateway(backend, tokenizer, **options), "127.0.0.1:0")
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
     try:
         yield running, channel, generation_pb2_grpc.InferenceStub(channel)
@@ -181,6 +181,18 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     words = tuple(tuple(tokenizer.encode(text)) for text in ("dog", " dog"))
     assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), bad_words=words, **same)
     assert {name: getattr(request, name) for name in message} == message
+
+
+async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    prompt = pb.TokenIds(ids=[5])
+    async with serving(backend, tokenizer, rollouts=True) as (_, _, stub):
+        for fields in ({}, {"history_key": "k"}, {"history_key": "k", "store": True}, {"store": False}):
+            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, **fields))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, history_key="k" * 129))
+    assert [request.history_key for request in backend.requests] == [None, "k", "k", ""]
+    assert field_named_by(raised.value) == "history_key"
 
 
 @pytest.mark.parametrize(
