@@ -17,7 +17,7 @@ from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server
@@ -128,6 +128,12 @@ class ServiceConfig(PoolsConfig):
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""
         return LogprobsMode(self.verifiers.logprobs_mode)
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        if self.verifiers.rollouts:
+            require_lossless(self.speculative.rejection_sample_method)
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
