@@ -27,6 +27,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
     *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
 _NOT_KWARGS = ("model", "tensor_parallel_size", "distributed_executor_backend")  # of vLLM: they have options
@@ -52,8 +53,10 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
-        "raw_logprobs", "Of requests that name none: the model's own, or of the law that a token was drawn from."
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
+        None,
+        "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
+        " with --rollouts processed_logprobs.",
     )
 
     @model_validator(mode="after")
@@ -127,7 +130,8 @@ class ServiceConfig(PoolsConfig):
     @property
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""
-        return LogprobsMode(self.verifiers.logprobs_mode)
+        default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
+        return LogprobsMode(self.verifiers.logprobs_mode or default)
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
@@ -141,6 +145,14 @@ class ServiceConfig(PoolsConfig):
         rule = self.speculative.rejection_sample_method
         if self.logprobs_mode is LogprobsMode.PROCESSED and rule.is_lossy:
             raise ValueError(f"logprobs_mode: {self.logprobs_mode} is not for the lossy rejection_sample_method {rule}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        """Refuse doors for trainers that anyone can open: whoever passes them changes the weights."""
+        is_open = not self.gateway.api_key_hashes and self.host not in LOOPBACK
+        if self.verifiers.rollouts and is_open:
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
         return self
 
     @model_validator(mode="after")

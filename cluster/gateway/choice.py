@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -52,6 +53,16 @@ class OutputToken:
     text: str
     origin: TokenOrigin
     logprobs: TokenLogprobs | None = None  # if the request asked for them
+    weight_version: str = ""  # of the weights that drew it; empty: unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpan:
+    """The tokens `start` to `end` of a choice, without `end`, were drawn from weights of one version."""
+
+    version: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +89,13 @@ class GatewayChunk:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token.id for token in self.tokens)
+
+    @property
+    def weight_spans(self) -> list[WeightSpan]:
+        """The versions of the weights that drew the tokens, as runs of tokens."""
+        runs = itertools.groupby(enumerate(self.tokens), key=lambda item: item[1].weight_version)
+        places = [(version, [index for index, _ in run]) for version, run in runs]
+        return [WeightSpan(version=version, start=own[0], end=own[-1] + 1) for version, own in places]
 
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
@@ -135,7 +153,7 @@ class Choice:
         if self.is_prompt_only:
             reason = FinishReason.LENGTH
         else:
-            self._held += _tokens(output)
+            self._held += tokens_of(output)
             texts = self.detokenizer.push(self._shown(output))
         if self.detokenizer.stopped:
             reason = FinishReason.STOP
@@ -207,10 +225,13 @@ class Choice:
         self.first_s = now_s if self.first_s is None else self.first_s
 
 
-def _tokens(output: RequestOutput) -> list[OutputToken]:
+def tokens_of(output: RequestOutput) -> list[OutputToken]:
+    """Return an output's tokens, without their texts."""
     logprobs = output.logprobs if output.logprobs is not None else (None,) * len(output.token_ids)
-    items = zip(output.token_ids, output.origins, logprobs, strict=True)
-    return [OutputToken(id=id_, text="", origin=origin, logprobs=own) for id_, origin, own in items]
+    items, version = zip(output.token_ids, output.origins, logprobs, strict=True), output.weight_version
+    return [
+        OutputToken(id=id_, text="", origin=origin, logprobs=own, weight_version=version) for id_, origin, own in items
+    ]
 
 
 class Generation:

@@ -105,6 +105,12 @@ class Gateway:
             generation.abort()
         return generation is not None
 
+    def abort_all(self) -> int:
+        """Finish all running requests with the reason "abort"; return their number."""
+        for generation in self._running.values():
+            generation.abort()
+        return len(self._running)
+
     def _begin(self, request: ValidRequest, started_s: float) -> Generation:
         taken = {id_ for generation in self._running.values() for id_ in generation.backend_ids}
         choices = request.choices()

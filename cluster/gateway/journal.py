@@ -30,13 +30,14 @@ class Journal:
     prompt |<- token_ids: published by lost verifiers ->|<- published by the current one ->|<- not sampled yet ->|
 
     No published token is sampled again, so unseeded sampling keeps its law. A seeded request's noise is keyed by the
-    absolute position, so its tokens stay the same.
+    absolute position, so its tokens stay the same. Both hold for weights of one version; every output names its own.
     """
 
     request: GenerationRequest
     model: ModelInfo
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = None  # that was published
+    weight_version: str = ""  # of the weights that drew the last published tokens; empty: unknown
     _num_published: int = 0  # outputs
     _num_published_before: int = 0  # outputs, by lost verifiers
     _num_cached_tokens: int = 0
@@ -52,6 +53,7 @@ class Journal:
             self._num_cached_tokens = output.num_cached_tokens
         self._num_published += 1
         self.token_ids.extend(output.token_ids)
+        self.weight_version = output.weight_version or self.weight_version
         self.finish_reason = output.finish_reason
         self._speculation = output.speculation or self._speculation
         return replace(

@@ -182,12 +182,15 @@ class RoutedBackend:
                 # two clients may choose the same id: inside the fleet every attempt has its own
                 internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
                 assignment = await self._place(internal_id, journal, attempts, group)
-                message = journal.continuation(internal_id, assignment.plan)
+                message, version = journal.continuation(internal_id, assignment.plan), journal.weight_version
                 try:
                     async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
                         async for output in outputs:
                             self._turnover.begin(ticket)
                             yield journal.publish(output)
+                            if version not in ("", output.weight_version):
+                                _warn_of_other_weights(internal_id, version, output.weight_version)
+                            version = ""
                 except _VerifierLost as loss:
                     group.forget(assignment)
                     self._count_loss(internal_id, assignment, loss, journal, attempts)
@@ -227,7 +230,7 @@ class RoutedBackend:
                 num_prompt_tokens=len(request.prompt_token_ids) + len(journal.token_ids),
                 num_speculative_tokens=request.sampling.num_speculative_tokens,
                 excluded_verifier_ids=attempts.excluded_verifier_ids,
-                affinity_key=affinity_key(request),
+                affinity_key=affinity_key(request, in_rollouts=self._model.rollouts),
                 priority=request.priority,
             )
             try:
@@ -313,12 +316,20 @@ class RoutedBackend:
             await peer.channel.close()
 
 
-def affinity_key(request: GenerationRequest) -> str:
-    """Return the key that requests for the same verifier share: their session, else a hash of their prefix."""
+def affinity_key(request: GenerationRequest, *, in_rollouts: bool = False) -> str:
+    """Return the key that requests for the same verifier share: their session, else a hash of their prefix.
+
+    In rollouts a salt may be the policy's version, and a prompt's history is where the prompt went before.
+    """
     if request.session_id is not None:
         return request.session_id
     prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]
-    return hashlib.blake2b(f"{request.adapter}/{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
+    salt = "" if in_rollouts else request.cache_salt
+    return hashlib.blake2b(f"{request.adapter}/{salt}/{prefix}".encode(), digest_size=16).hexdigest()
+
+
+def _warn_of_other_weights(request_id: str, old: str, new: str) -> None:
+    logger.warning("request %s goes on under weights %r; those of its lost verifier were %r", request_id, new, old)
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.cluster.gateway.choice import Choice, GatewayChunk, OutputToken, joined
+from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined, tokens_of
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.outputs import (
@@ -115,17 +115,11 @@ class TokenRun:
         """Return a finished output as one chunk."""
         return dataclasses.replace(
             self.nothing,
-            tokens=tuple(token for step in self.steps for token in _silent_tokens(step)),
+            tokens=tuple(token for step in self.steps for token in tokens_of(step)),
             prompt_logprobs=next((step.prompt_logprobs for step in self.steps if step.prompt_logprobs), None),
             finish_reason=self.steps[-1].finish_reason,
             speculation=next((step.speculation for step in reversed(self.steps) if step.speculation), None),
         )
-
-
-def _silent_tokens(step: EngineOutput) -> list[OutputToken]:
-    logprobs = step.logprobs if step.logprobs is not None else (None,) * len(step.token_ids)
-    items = zip(step.token_ids, step.origins, logprobs, strict=True)
-    return [OutputToken(id=id_, text="", origin=origin, logprobs=own) for id_, origin, own in items]
 
 
 class PromptRun:

@@ -18,11 +18,14 @@ from outrider.cluster.api.grpc_api import SERVER_OPTIONS, start_grpc_server
 from outrider.cluster.api.http_server import HttpsServer
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
+from outrider.cluster.api.rollouts.doors import TrainerDoors
+from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
+from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
@@ -111,7 +114,10 @@ class GatewayReplica:
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with its middleware."""
         syntax = reply_syntax_of(config.gateway)
-        api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
+        app = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
+        if config.verifiers.rollouts:
+            add_trainer_routes(app, self._trainer_doors(config))
+        api: ASGIApp = app
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
@@ -121,6 +127,15 @@ class GatewayReplica:
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
+    def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
+        return TrainerDoors(
+            gateway=self._gateway,
+            fleet=FleetControl(lambda: self._router.snapshot, verifier_calls(config.links.credentials)),
+            is_healthy=self._has_verifier,
+            model_path=config.model.target_path,
+            tensor_parallel_size=config.verifiers.tensor_parallel_size,
+        )
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # with TLS, nothing is served through Serve's proxies, which verify no client
         return self._api if self._https_server is None else FastAPI(openapi_url=None)
@@ -129,7 +144,9 @@ class GatewayReplica:
         snapshot = self._router.snapshot
         if snapshot is None or snapshot.is_stopping:
             return False
-        return any(not state.report.draining for state in snapshot.verifiers)
+        return any(
+            not state.report.draining and state.report.load.weights_error is None for state in snapshot.verifiers
+        )
 
     async def pid(self) -> int:
         return os.getpid()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from typing import Any
 
 from ray import serve
@@ -21,20 +22,29 @@ from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
-from outrider.cluster.router.fleet import Directive, VerifierReport
+from outrider.cluster.router.fleet import Directive, FleetWeights, VerifierReport
 from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.engine import FROM_ENGINE, Cancel, EngineLoad, EngineReady, EngineUpdate
+from outrider.verifier_service.messages.engine import (
+    FROM_ENGINE,
+    Cancel,
+    EngineLoad,
+    EngineReady,
+    EngineUpdate,
+    UpdateWeights,
+)
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.start_phases import begin_phases
 
 logger = logging.getLogger(__name__)
 FIRST_REPORT_TIMEOUT_S = 10.0
+RETRY_WEIGHTS_S = 10.0  # after the fleet's weights could not be read
 
 
 def own_draft_length(load: EngineLoad, configured: int) -> int:
@@ -62,17 +72,21 @@ class VerifierReplica:
         drafter = config.own_drafter
         self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
+        self._missed: asyncio.Queue[FleetWeights] = asyncio.Queue()
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
-        self._table = RequestTable(self._send)
+        self._table, self._control = RequestTable(self._send), ControlTable(self._host.send)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
             internal_address(config.links),
-            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
+            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
+                VerifierLinkServicer(self._table, self._control), server
+            ),
             config.links.server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
+        self._host.tasks.start(self._take_missed_weights(), "take the fleet's weights")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
@@ -113,6 +127,7 @@ class VerifierReplica:
 
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
+        self._control.deliver(update.results)
         if update.relays:  # only once there are links
             self._drafters.send(update.relays)
         if update.load is not None:
@@ -121,6 +136,7 @@ class VerifierReplica:
 
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
+        self._control.fail(reason)
 
     async def _report_forever(self) -> None:
         """Report while the engine lives: a silent verifier gets no new requests."""
@@ -139,7 +155,21 @@ class VerifierReplica:
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
+        if directive.weights is not None and self._missed.empty():
+            self._missed.put_nowait(directive.weights)
         await self._drafters.follow(directive)
+
+    async def _take_missed_weights(self) -> None:
+        """Take the weights that the fleet took before this verifier started, from their folder."""
+        while True:
+            weights = await self._missed.get()
+            if self._load is None or self._load.weights_taken_s > 0.0 or len(self._control) > 0:
+                continue  # it has some by now, or is being given some
+            call = UpdateWeights(call_id=uuid.uuid4().hex, folder=weights.folder, weight_version=weights.version)
+            result = await self._control.call(call)
+            if result.error is not None:
+                logger.warning("the fleet's weights, %r, cannot be taken: %s", weights.version, result.error)
+                await asyncio.sleep(RETRY_WEIGHTS_S)
 
     def _report(self, load: EngineLoad) -> VerifierReport:
         report = VerifierReport(
@@ -151,6 +181,7 @@ class VerifierReplica:
             step_times=self._ready.step_times,
             own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
+            dtype=self._ready.dtype,
             draining=self._is_draining,
         )
         return self._drafters.complete(report)

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,11 @@ class VerifierReport:
     draining: bool = False  # takes no new requests, and stops once the running ones have ended
     num_bad_link_frames: int = 0  # drafters' frames that its links could not read
     num_ranks: int = 1  # accelerators
+    dtype: str = ""  # of the weights, as torch names it; empty: unknown
+
+    def serves(self, weights: FleetWeights | None) -> bool:
+        """Return whether it draws tokens from these weights, all of them."""
+        return self.load.weights_error is None and (weights is None or self.load.weight_version == weights.version)
 
     @property
     def num_bad_frames(self) -> int:
@@ -103,6 +108,23 @@ class ReplicaState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWeights:
+    """The weights that the fleet took last."""
+
+    version: str
+    taken_s: float  # Unix time; 0: those that the verifiers started with
+    folder: str | None = None  # where they came from; None: a trainer's group, or the verifiers started with them
+
+    @classmethod
+    def of(cls, reports: Iterable[VerifierReport]) -> FleetWeights | None:
+        """Return the newest of the verifiers' weights; None without a verifier."""
+        newest = max((report.load for report in reports), key=lambda load: load.weights_taken_s, default=None)
+        if newest is None:
+            return None
+        return cls(version=newest.weight_version, taken_s=newest.weights_taken_s, folder=newest.weights_folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """The router's answer to a verifier's report."""
 
@@ -111,6 +133,7 @@ class Directive:
     # each request, and only count by it whether they lack drafters
     default_plan: SpeculationPlan
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
+    weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

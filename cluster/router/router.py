@@ -17,6 +17,7 @@ from outrider.cluster.router.fleet import (
     DrafterReport,
     DrafterState,
     FleetSnapshot,
+    FleetWeights,
     PlacementReason,
     RouteAsk,
     RouterPolicy,
@@ -58,7 +59,18 @@ class RouterCore:
         self._decisions.update(decision.switched)
         # a draining drafter keeps its links until its last session has ended
         links = tuple([self._drafters[drafter_id].report.link for drafter_id in sorted(self._drafters)])
-        return Directive(plans=decision.changed_plans, default_plan=decision.default_plan, drafters=links)
+        return Directive(
+            plans=decision.changed_plans,
+            default_plan=decision.default_plan,
+            drafters=links,
+            weights=self._missed_weights(report),
+        )
+
+    def _missed_weights(self, report: VerifierReport) -> FleetWeights | None:
+        """Return the fleet's weights if the verifier has none but those it started with, and can read them."""
+        weights = FleetWeights.of(known.state.report for known in self._verifiers.values())
+        is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
+        return weights if is_behind else None
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
         """Store a drafter's report; raise `StaleEpochError` for an old incarnation."""

@@ -1,6 +1,7 @@
 """Where a new request goes: a pure function of the reports.
 
-A verifier that does not report, or that drains, gets no new request. Of the others:
+A verifier gets no new request if it does not report, drains, or lacks the weights that the fleet took last. Of the
+others:
 1. A request with an `affinity_key` goes where that key's requests went before, so that their common prefix is in the
    KV cache. The verifiers are ranked by a hash of key and verifier (rendezvous hashing: when one joins or leaves, only
    its own keys move); the first whose load is at most AFFINITY_LOAD_FACTOR times the least load plus AFFINITY_SLACK
@@ -20,6 +21,7 @@ from outrider.cluster.router.drafter_assignment import stable_hash
 from outrider.cluster.router.fleet import (
     Assignment,
     FleetSnapshot,
+    FleetWeights,
     PlacementReason,
     RouteAsk,
     RouterPolicy,
@@ -48,11 +50,14 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     policy = policy or RouterPolicy()
     live = [state for state in snapshot.verifiers if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
     accepting = [state for state in live if not state.report.draining]
-    eligible = [state for state in accepting if state.report.verifier_id not in ask.excluded_verifier_ids]
+    weights = FleetWeights.of(state.report for state in live)
+    current = [state for state in accepting if state.report.serves(weights)]
+    eligible = [state for state in current if state.report.verifier_id not in ask.excluded_verifier_ids]
     if not eligible:
         raise NoVerifierError(
             f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, {len(live)} reporting, "
-            f"{len(live) - len(accepting)} draining, {len(accepting) - len(eligible)} excluded by the request"
+            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} with other weights than the "
+            f"fleet's, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     chosen, reason = _choose_verifier(eligible, ask, is_stale)

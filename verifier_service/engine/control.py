@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.engine import (
+    AskState,
     ContinueGeneration,
     Control,
     ControlResult,
@@ -68,6 +69,9 @@ class EngineControl:
                 return self._pause(message)
             case ContinueGeneration():
                 return self._continue(message)
+            case AskState():
+                self._answer(message.call_id, num_requests=len(self._engine.requests) + len(self._held))
+                return []
             case FlushCache():
                 self._flush(message)
                 return []
@@ -130,7 +134,7 @@ class EngineControl:
             self._answer(message.call_id, str(error))
         else:
             if isinstance(message, UpdateWeights) and not self._num_missing:
-                self._engine.take_version(message.weight_version)
+                self._engine.take_version(message.weight_version, message.folder)
             self._answer(message.call_id, num_requests=len(self._engine.requests))
         return outputs
 
@@ -142,5 +146,6 @@ class EngineControl:
                 weight_version=self._engine.weight_version,
                 num_missing_tensors=self._num_missing,
                 num_requests=num_requests,
+                is_paused=self._engine.is_paused,
             )
         )

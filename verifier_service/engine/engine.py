@@ -78,7 +78,7 @@ class VerifierEngine:
         self.on_phase: Callable[[str], None] = lambda name: None  # called with each phase of a step as it ends
         self._runner = runner
         self._verify = verify
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._generator = generator
         self._limits = RequestLimits(
             vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
@@ -92,6 +92,8 @@ class VerifierEngine:
         self._ended_s = 0.0  # when the last step had ended
         self.is_paused = False  # no step runs
         self.weights_error: str | None = None  # why no request is served: the model's weights are old and new ones
+        self.weights_folder: str | None = None  # see `EngineLoad`
+        self.weights_taken_s = 0.0
         self._num_updates = 0
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
@@ -138,8 +140,10 @@ class VerifierEngine:
             self._forget(request)
         return [output for _, output in ended]
 
-    def take_version(self, version: str | None) -> None:
+    def take_version(self, version: str | None, folder: str | None = None) -> None:
         """The model has new weights: name them (None: by their number) and find no KV of older ones.
+
+        `folder`: where they came from; None: from a trainer's group.
 
         No step may be in flight. Running requests go on with the KV that they have. Drafts in flight may still be
         verified: by the new weights, and any draft is verified exactly. Hidden states lie in the slots of KV, so those
@@ -153,6 +157,7 @@ class VerifierEngine:
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
         self.weights_error = None
+        self.weights_folder, self.weights_taken_s = folder, self._wall_clock()
 
     @property
     def requests(self) -> Mapping[str, Request]:

@@ -260,6 +260,8 @@ def engine_load(
         drafters=drafting.drafters(now_s),
         circuits=circuits_of(drafting, now_s),
         weight_version=engine.weight_version,
+        weights_taken_s=engine.weights_taken_s,
+        weights_folder=engine.weights_folder,
         weights_error=engine.weights_error,
         is_paused=engine.is_paused,
     )

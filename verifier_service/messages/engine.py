@@ -83,6 +83,13 @@ class ContinueGeneration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskState:
+    """Change nothing; the answer says whether the engine is paused, and its weights' version."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlushCache:
     """Empty the prefix cache; refused while requests are here. An update needs none: see `weight_version`."""
 
@@ -128,8 +135,8 @@ class UpdateWeights:
 
 WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
 WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
-Control = PauseGeneration | ContinueGeneration | FlushCache | WeightChange
-CONTROLS = (PauseGeneration, ContinueGeneration, FlushCache, *WEIGHT_CHANGES)
+Control = PauseGeneration | ContinueGeneration | AskState | FlushCache | WeightChange
+CONTROLS = (PauseGeneration, ContinueGeneration, AskState, FlushCache, *WEIGHT_CHANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +148,7 @@ class ControlResult:
     weight_version: str = ""  # after the call
     num_missing_tensors: int = 0  # of an update that is half here
     num_requests: int = 0  # aborted by the call, or kept
+    is_paused: bool = False  # after the call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +169,7 @@ class EngineReady:
     num_kv_blocks: int
     step_times: tuple[StepTime, ...]
     vocab_fingerprint: str = ""  # empty: unknown
+    dtype: str = ""  # of the weights, as torch names it: bfloat16; empty: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +280,8 @@ class EngineLoad:
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
     circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up
     weight_version: str = ""  # empty: unknown
+    weights_taken_s: float = 0.0  # when they came, in Unix seconds; 0: the engine started with them
+    weights_folder: str | None = None  # where they came from; None: a trainer's group, or the engine started with them
     weights_error: str | None = None  # an update broke off while weights were copied: no request is served
     is_paused: bool = False
 
