@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from outrider.cluster.offline.llm import LLM
     from outrider.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from outrider.cluster.offline.rollout_engine import RolloutEngine, RolloutStats
-    from outrider.cluster.offline.rollout_sample import RolloutSample, WeightSpan
+    from outrider.cluster.offline.rollout_sample import RolloutSample
     from outrider.cluster.offline.sampling_params import SamplingParams
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "RolloutSample",
     "RolloutStats",
     "SamplingParams",
-    "WeightSpan",
 ]
 
 _MODULES = {
@@ -37,7 +36,6 @@ _MODULES = {
     "RolloutSample": "outrider.cluster.offline.rollout_sample",
     "RolloutStats": "outrider.cluster.offline.rollout_engine",
     "SamplingParams": "outrider.cluster.offline.sampling_params",
-    "WeightSpan": "outrider.cluster.offline.rollout_sample",
 }
 
 

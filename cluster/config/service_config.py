@@ -135,8 +135,12 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        if self.verifiers.rollouts:
-            require_lossless(self.speculative.rejection_sample_method)
+        """Refuse doors for trainers that anyone can open, and rules that bias what a trainer learns."""
+        if not self.verifiers.rollouts:
+            return self
+        require_lossless(self.speculative.rejection_sample_method)
+        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:  # whoever passes changes the weights
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
         return self
 
     @model_validator(mode="after")
@@ -145,14 +149,6 @@ class ServiceConfig(PoolsConfig):
         rule = self.speculative.rejection_sample_method
         if self.logprobs_mode is LogprobsMode.PROCESSED and rule.is_lossy:
             raise ValueError(f"logprobs_mode: {self.logprobs_mode} is not for the lossy rejection_sample_method {rule}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rollouts(self) -> Self:
-        """Refuse doors for trainers that anyone can open: whoever passes them changes the weights."""
-        is_open = not self.gateway.api_key_hashes and self.host not in LOOPBACK
-        if self.verifiers.rollouts and is_open:
-            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from outrider.verifier_service.messages.engine import (
     PauseMode,
     UpdateWeights,
 )
-from outrider.verifier_service.messages.request import LogprobsMode, RequestOutput, SpeculationMetrics
+from outrider.verifier_service.messages.request import RequestOutput, SpeculationMetrics
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 Arrival = RolloutSample | EngineEndedError
@@ -64,9 +64,8 @@ class RolloutEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        """Load the model. Raises as `LLM`; `logprobs_mode` is processed_logprobs unless it is given."""
-        logprobs_mode = options.pop("logprobs_mode", None) or LogprobsMode.PROCESSED.value
-        config, plan = planned_config({**options, "model": model, "logprobs_mode": logprobs_mode, "rollouts": True})
+        """Load the model. Raises as `LLM`."""
+        config, plan = planned_config({**options, "model": model, "rollouts": True})
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
         self._lock = threading.Lock()  # of what follows
         self._running: dict[str, tuple[RunningSample, Put]] = {}

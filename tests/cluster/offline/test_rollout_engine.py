@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from outrider.cluster import LLM, RolloutEngine, RolloutSample, SamplingParams
+from outrider.cluster.gateway.choice import WeightSpan
 from outrider.cluster.offline import weights_folder
 from outrider.cluster.offline.engine_thread import EngineEndedError
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -62,6 +63,10 @@ def expected(folders: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
     return found
 
 
+def whole_span(sample: RolloutSample, version: str = "default") -> tuple[WeightSpan, ...]:
+    return (WeightSpan(version=version, start=0, end=len(sample.token_ids)),)
+
+
 def answers(engine: RolloutEngine) -> list[tuple[int, ...]]:
     samples = engine.generate_all([*TEXTS, *TEXTS], sampling=[GREEDY, GREEDY, SEEDED, SEEDED])
     return [sample.token_ids for sample in samples]
@@ -90,7 +95,7 @@ def test_samples_are_those_of_an_llm(engine: RolloutEngine, folders: dict[str, P
         assert sample.prompt_token_ids == tuple(outputs[place].prompt_token_ids)
         assert (sample.token_ids, sample.text) == (tuple(each.token_ids), each.text)
         assert (sample.finish_reason, sample.error) == (each.finish_reason, None)
-        assert sample.weight_versions == (("default", 0, len(sample.token_ids)),)
+        assert sample.weight_versions == whole_span(sample)
         assert each.logprobs is not None
         shown = [by_id[id_].logprob for id_, by_id in zip(each.token_ids, each.logprobs, strict=True)]
         assert sample.logprobs == pytest.approx(shown, abs=1e-3)
@@ -154,7 +159,7 @@ def test_a_stop_string_ends_a_sample_and_cuts_its_fields_alike(engine: RolloutEn
     num_tokens = len(sample.token_ids)
     assert num_tokens < 24
     assert len(sample.logprobs) == num_tokens
-    assert sample.weight_versions == (("default", 0, num_tokens),)
+    assert sample.weight_versions == whole_span(sample)
 
 
 def test_a_prompt_that_is_refused_has_an_error_and_leaves_the_others_alone(engine: RolloutEngine):
@@ -225,7 +230,7 @@ async def test_after_a_wait_every_sample_is_of_one_policy(
     await asyncio.sleep(0.05)
     later = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=GREEDY)))
     (long,) = [sample async for sample in samples]
-    assert (long.token_ids, long.weight_versions) == (expected["old"][4], (("default", 0, LONG.max_tokens),))
+    assert (long.token_ids, long.weight_versions) == (expected["old"][4], whole_span(long))
     await update
     assert (await later).token_ids == expected["new"][0]
 
@@ -237,7 +242,7 @@ async def test_aborted_samples_end_with_what_they_have(
     assert sample.finish_reason == "abort"
     assert 0 < len(sample.token_ids) == len(sample.logprobs) < LONG.max_tokens
     assert sample.token_ids == expected["old"][4][: len(sample.token_ids)]
-    assert {span.version for span in sample.weight_versions} == {"default"}
+    assert sample.weight_versions == whole_span(sample)
     assert engine.weight_version == "1", "the next number"
     assert answers(engine) == expected["new"][:4]
 
