@@ -17,7 +17,7 @@ from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server
@@ -134,22 +134,23 @@ class ServiceConfig(PoolsConfig):
         return LogprobsMode(self.verifiers.logprobs_mode or default)
 
     @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        """Refuse several gateways, doors that anyone can open, and rules that bias what a trainer learns."""
+        if not self.verifiers.rollouts:
+            return self
+        if self.gateway.num_gateways.most > 1:
+            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
+        require_lossless(self.speculative.rejection_sample_method)
+        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:  # whoever passes changes the weights
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
+        return self
+
+    @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         """Refuse log probabilities of a law that no token is drawn from."""
         rule = self.speculative.rejection_sample_method
         if self.logprobs_mode is LogprobsMode.PROCESSED and rule.is_lossy:
             raise ValueError(f"logprobs_mode: {self.logprobs_mode} is not for the lossy rejection_sample_method {rule}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rollouts(self) -> Self:
-        """Refuse several gateways, and doors that anyone can open: whoever passes them changes the weights."""
-        if not self.verifiers.rollouts:
-            return self
-        if self.gateway.num_gateways.most > 1:
-            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
-        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:
-            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
         return self
 
     @model_validator(mode="after")

@@ -59,6 +59,12 @@ class AcceptanceRule(enum.StrEnum):
         return self is AcceptanceRule.TYPICAL
 
 
+def require_lossless(rule: AcceptanceRule) -> None:
+    """Raise `ValueError` if a rule is lossy: in rollouts, a trainer's importance ratios would be biased."""
+    expected = f"lossless in rollouts, which {rule} is not: a trainer takes tokens for draws from the target's law"
+    require(not rule.is_lossy, "rejection_sample_method", expected)
+
+
 class LogprobsMode(enum.StrEnum):
     """Which law a request's log probabilities are of; the words are vLLM's."""
 
