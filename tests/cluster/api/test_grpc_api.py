@@ -17,7 +17,9 @@ from outrider.cluster.common.errors import Overloaded
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.messages.request import (
+    FinishReason,
     LogitBias,
+    RequestOutput,
     SamplingParams,
     SpeculationMetrics,
     StructuredKind,
@@ -242,6 +244,21 @@ async def test_what_is_shown_of_the_text(tokenizer, sampling, text):
         request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(**sampling))
         assert (await stub.GenerateUnary(request)).choices[0].text == text
         assert "".join([chunk.text async for chunk in stub.Generate(request)]) == text
+
+
+class TwoPolicies:
+    """A backend whose weights change after the first step."""
+
+    async def generate(self, request):
+        yield RequestOutput(request_id=request.request_id, token_ids=(5, 6), weight_version="1")
+        last = {"finish_reason": FinishReason.LENGTH, "weight_version": "2"}
+        yield RequestOutput(request_id=request.request_id, token_ids=(7, 8, 9), **last)
+
+
+async def test_an_answer_says_which_weights_drew_which_tokens(tokenizer):
+    async with serving(TwoPolicies(), tokenizer) as (_, _, stub):
+        (choice,) = (await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))).choices
+    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("1", 0, 2), ("2", 2, 5)]
 
 
 async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):
