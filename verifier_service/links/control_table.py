@@ -1,0 +1,48 @@
+"""Control calls to an engine in another process that are not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from outrider.verifier_service.messages.engine import Control, ControlResult
+
+
+class ControlTable:
+    """The pending calls of one engine, by their `call_id`. All methods are for the event loop's thread."""
+
+    def __init__(self, send: Callable[[Control], None]) -> None:
+        """`send` hands a message to the engine; raises `ConnectionError` if there is none."""
+        self._send = send
+        self._pending: dict[str, asyncio.Future[ControlResult]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    async def call(self, message: Control) -> ControlResult:
+        """Send a message and wait for its result, however long the engine takes.
+
+        Raises `ValueError` for an id that waits already, `ConnectionError` if the engine is gone or goes meanwhile.
+        A caller that stops waiting does not undo the call.
+        """
+        if message.call_id in self._pending:
+            raise ValueError(f"call_id: {message.call_id!r} is not answered yet")
+        future = self._pending[message.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message)
+            return await future
+        finally:
+            del self._pending[message.call_id]
+
+    def deliver(self, results: Iterable[ControlResult]) -> None:
+        """Answer calls; results of calls that nobody waits for are dropped."""
+        for result in results:
+            future = self._pending.get(result.call_id)
+            if future is not None and not future.done():
+                future.set_result(result)
+
+    def fail(self, reason: str) -> None:
+        """Raise `ConnectionError` in every pending call: the engine is gone."""
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(ConnectionError(reason))
