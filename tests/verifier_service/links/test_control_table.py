@@ -17,11 +17,14 @@ async def test_a_call_is_answered_by_the_result_of_its_id() -> None:
     table = ControlTable(sent.append)
     first, second = (asyncio.ensure_future(table.call(FlushCache(call_id=name))) for name in ("a", "b"))
     await asyncio.sleep(0)
-    assert [message.call_id for message in sent] == ["a", "b"] and len(table) == 2
+    assert [message.call_id for message in sent] == ["a", "b"]
+    assert len(table) == 2
     table.deliver([ControlResult(call_id="b", weight_version="2"), ControlResult(call_id="nobody's")])
-    assert (await second).weight_version == "2" and not first.done()
+    assert (await second).weight_version == "2"
+    assert not first.done()
     table.deliver([ControlResult(call_id="a", error="no"), ControlResult(call_id="a")])  # the second one is too late
-    assert (await first).error == "no" and len(table) == 0
+    assert (await first).error == "no"
+    assert len(table) == 0
 
 
 async def test_calls_fail_with_the_engine() -> None:
