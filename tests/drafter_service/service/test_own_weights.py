@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,29 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
+from outrider.cluster.offline.engine import RankProcesses
+from outrider.drafter_service.engine.messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.own_weights import OwnWeights
+from outrider.drafter_service.service.rank_main import run_drafter_rank
 from outrider.drafter_service.service.speculative_config import Location, Method, SpeculativeConfig
 from outrider.verifier_service.engine.control import EngineControl
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import Draft, DrafterEvent, VerifierMessage
-from outrider.verifier_service.messages.engine import ControlResult, FlushCache, UpdateDraftWeights
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftSampling, Open, VerifierMessage
+from outrider.verifier_service.messages.engine import ControlResult, FlushCache, Relay, UpdateDraftWeights
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.packed_linear import make_linear
+from outrider.verifier_service.model.ranks import PipeListener
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError, RankWeights
+from tiny.forking import FORKING
 from tiny.models import make_checkpoint, make_model, random_sequences
 from tiny.refits import perturb
 
@@ -366,3 +374,57 @@ def test_embeddings_of_the_targets_stay_unless_the_folder_has_its_own(root: Path
     assert rolled[first][0] == (before[first][0] + 1) % 256
     assert served.update(old).error is None
     assert served.drafts("r") == before
+
+
+# --- a draft model on two ranks, in processes of their own ---
+
+
+@contextmanager
+def drafting(spec: DrafterSpec) -> Iterator[Connection]:
+    """Yield the shell's end of the pipe to a drafter that is ready."""
+    size = spec.speculative.draft_tensor_parallel_size
+    ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0, context=FORKING)
+    with PipeListener(ranks.rank(0, size).shell_address) as listener:
+        ranks.start()
+        pipe = listener.accept(ranks.are_alive)
+    decode(pipe.recv_bytes(), (DrafterReady,))
+    yield pipe
+    pipe.close()
+    ranks.close()
+
+
+def heard(pipe: Connection) -> Iterator[DrafterUpdate]:
+    while pipe.poll(60.0):
+        yield decode(pipe.recv_bytes(), (DrafterUpdate,))
+
+
+def draft_over(pipe: Connection, request_id: str) -> tuple[int, ...]:
+    opening = Open(request_id=request_id, sampling=DraftSampling(temperature=0.0), token_ids=tuple(PROMPTS[0]))
+    ask = Commit(request_id=request_id, round_id=1, position=len(PROMPTS[0]), token_ids=(), max_length=6)
+    for message in (opening, ask):
+        pipe.send_bytes(encode(Relay(peer="v", payload=encode(message))))
+    relay = next(relay for update in heard(pipe) for relay in update.relays)
+    return tuple(decode(relay.payload, (Draft,)).token_ids)
+
+
+def test_a_draft_model_changes_on_all_ranks(root: Path) -> None:
+    old, new = (checkpoint(root, Method.DRAFT_MODEL, seed) for seed in (0, 1))
+
+    def spec_of(folder: Path, num_ranks: int) -> DrafterSpec:
+        config = SpeculativeConfig(
+            model=str(folder), draft_tensor_parallel_size=num_ranks, num_speculative_tokens=6, ahead_branches=0
+        )
+        model = ModelConfig(path=str(folder), check_logits=False, tensor_parallel_size=num_ranks, **SIZES)
+        return DrafterSpec(model=model, target=ModelConfig(path=str(root / "target"), **SIZES), speculative=config)
+
+    with drafting(spec_of(new, 1)) as fresh:
+        wanted = draft_over(fresh, "r")
+    with drafting(spec_of(old, 2)) as pipe:
+        before = draft_over(pipe, "r")
+        nowhere = root / "nowhere"
+        for where, error in ((nowhere, f"there is no folder {nowhere}"), (new, None)):
+            pipe.send_bytes(encode(UpdateDraftWeights(call_id="u", folder=str(where), weight_version="v")))
+            result = next(result for update in heard(pipe) for result in update.results)
+            assert (result.error, result.weight_version) == (error, "" if error else "v")
+            assert (draft_over(pipe, str(where)) == before) == (error is not None)
+        assert draft_over(pipe, "again") == wanted
