@@ -176,3 +176,21 @@ def test_drafters_without_weights_of_their_own_are_never_warned_of(
     assert (after.tokens, after.num_accepted_tokens) == (wanted.tokens, wanted.num_accepted_tokens)
     assert after.num_accepted_tokens > 0
     assert not [record for record in caplog.records if "behind" in record.message]
+
+
+def test_a_drafter_in_a_process_of_its_own_tells_the_version_of_its_weights(root: Path) -> None:
+    method, new_ids = Method.MEDUSA, [ORDER[torch.tensor(prompt)].tolist() for prompt in prompts()[:2]]
+    model = str(embedded.drafter_paths()[method])
+    speculative = {"method": method.value, "model": model, "num_speculative_tokens": DRAFT_LENGTH}
+    config = ServiceConfig(
+        model=str(embedded.target_path()), seed=0, max_model_len=256, device="cpu", speculative_config=speculative
+    )
+    with OfflineEngine(config, drafter_process=True) as engine:
+        Run(engine, prompts()[:2])
+        engine.update_weights(str(root / "target"), "renumbered")
+        assert engine.engine.drafting.updates.num_behind("process") == 1
+        with pytest.raises(ValueError, match="no folder"):
+            engine.update_draft_weights(str(root / "nowhere"), None)
+        engine.update_draft_weights(str(root / method.value), "renumbered")
+        assert Run(engine, new_ids).num_draft_tokens > 0
+        assert engine.engine.drafting.updates.num_behind("process") == 0
