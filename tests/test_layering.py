@@ -68,8 +68,8 @@ ROOMS = {
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
-    "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
+    "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/vllm_engine": "hosted verifier_service/messages verifier_service/model verifier_service/engine",
     "cluster/config": (
         "common router replies vllm_engine verifier_service/messages verifier_service/model "

@@ -135,9 +135,11 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        """Refuse doors for trainers that anyone can open, and rules that bias what a trainer learns."""
+        """Refuse several gateways, doors that anyone can open, and rules that bias what a trainer learns."""
         if not self.verifiers.rollouts:
             return self
+        if self.gateway.num_gateways.most > 1:
+            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
         require_lossless(self.speculative.rejection_sample_method)
         if not self.gateway.api_key_hashes and self.host not in LOOPBACK:  # whoever passes changes the weights
             raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")

@@ -99,7 +99,7 @@ class FleetControl:
         return await self._on_all(lambda call_id, _: ContinueGeneration(call_id=call_id))
 
     async def flush(self) -> FleetResult:
-        """Empty the prefix caches; raises `InvalidRequest` while requests are here."""
+        """Empty the prefix caches; raises `InvalidRequest` while requests hold KV."""
         return await self._on_all(lambda call_id, _: FlushCache(call_id=call_id))
 
     async def update_from_folder(self, folder: str, weight_version: str | None = None) -> FleetResult:

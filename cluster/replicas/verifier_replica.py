@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import time
-import uuid
 from typing import Any
 
 from ray import serve
@@ -19,10 +18,11 @@ from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.missed_weights import MissedWeights
 from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
-from outrider.cluster.router.fleet import Directive, FleetWeights, VerifierReport
+from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
@@ -36,7 +36,6 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     EngineReady,
     EngineUpdate,
-    UpdateWeights,
 )
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
@@ -44,7 +43,6 @@ from outrider.verifier_service.start_phases import begin_phases
 
 logger = logging.getLogger(__name__)
 FIRST_REPORT_TIMEOUT_S = 10.0
-RETRY_WEIGHTS_S = 10.0  # after the fleet's weights could not be read
 
 
 def own_draft_length(load: EngineLoad, configured: int) -> int:
@@ -72,10 +70,10 @@ class VerifierReplica:
         drafter = config.own_drafter
         self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
-        self._missed: asyncio.Queue[FleetWeights] = asyncio.Queue()
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table, self._control = RequestTable(self._send), ControlTable(self._host.send)
+        self._missed = MissedWeights(self._control, lambda: self._load)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
@@ -86,7 +84,7 @@ class VerifierReplica:
             config.links.server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
-        self._host.tasks.start(self._take_missed_weights(), "take the fleet's weights")
+        self._host.tasks.start(self._missed.take_forever(), "take the fleet's weights")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
@@ -155,21 +153,8 @@ class VerifierReplica:
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
-        if directive.weights is not None and self._missed.empty():
-            self._missed.put_nowait(directive.weights)
+        self._missed.follow(directive.weights)
         await self._drafters.follow(directive)
-
-    async def _take_missed_weights(self) -> None:
-        """Take the weights that the fleet took before this verifier started, from their folder."""
-        while True:
-            weights = await self._missed.get()
-            if self._load is None or self._load.weights_taken_s > 0.0 or len(self._control) > 0:
-                continue  # it has some by now, or is being given some
-            call = UpdateWeights(call_id=uuid.uuid4().hex, folder=weights.folder, weight_version=weights.version)
-            result = await self._control.call(call)
-            if result.error is not None:
-                logger.warning("the fleet's weights, %r, cannot be taken: %s", weights.version, result.error)
-                await asyncio.sleep(RETRY_WEIGHTS_S)
 
     def _report(self, load: EngineLoad) -> VerifierReport:
         report = VerifierReport(

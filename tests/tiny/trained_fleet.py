@@ -23,6 +23,7 @@ from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.replicas.engine_shell import EngineShell
@@ -61,6 +62,12 @@ class TinyVerifier:
         self.table, self.control = RequestTable(self._shell.send), ControlTable(self._shell.send)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self.error: BaseException | None = None
+        self._running: set[str] = set()
+
+    @property
+    def num_running(self) -> int:
+        """How many requests have tokens and are not finished; those that were cancelled count."""
+        return len(self._running)
 
     async def start(self) -> None:
         servicer = VerifierLinkServicer(self.table, self.control)
@@ -87,6 +94,10 @@ class TinyVerifier:
             pipe.close()
 
     def _hear(self, update: EngineUpdate) -> None:
+        for output in update.outputs:
+            self._running.add(output.request_id)
+            if output.finish_reason is not None:
+                self._running.discard(output.request_id)
         self.table.deliver(update.outputs)
         self.control.deliver(update.results)
         if update.load is not None:
@@ -122,6 +133,11 @@ class TrainedFleet:
     fleet: FleetControl
     folder: Path
     verifiers: list[TinyVerifier] = field(default_factory=list)
+
+    @property
+    def num_running(self) -> int:
+        """How many requests have tokens and are not finished, where none was cancelled."""
+        return sum(verifier.num_running for verifier in self.verifiers)
 
     async def add_verifier(self, name: str, folder: Path | None = None) -> TinyVerifier:
         """Start another verifier, which has the first weights; wait until the gateway knows of it."""
@@ -165,9 +181,10 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
         logprobs_mode=LogprobsMode.PROCESSED,
         rollouts=True,
     )
-    backend = RoutedBackend(client, "g", info, max_queued_requests=1024, failover_timeout_s=10.0)
+    memory = RolloutMemory()
+    backend = RoutedBackend(client, "g", info, max_queued_requests=1024, failover_timeout_s=10.0, memory=memory)
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-    gateway = Gateway(info, build_tokenizer(), backend, metrics, time.monotonic)
+    gateway = Gateway(info, build_tokenizer(), backend, metrics, time.monotonic, memory=memory)
 
     async def is_healthy() -> bool:
         return bool(control.verifiers)

@@ -88,6 +88,8 @@ class EngineControl:
         num_requests = len(self._engine.requests)
         if message.mode is PauseMode.ABORT:
             outputs = self._engine.end_all(FinishReason.ABORT)
+        elif message.mode is PauseMode.RETRACT:
+            self._engine.scheduler.preempt_all()
         self._answer(message.call_id, num_requests=num_requests)
         return refused + outputs
 
@@ -112,9 +114,8 @@ class EngineControl:
         return [refusal for message in held.values() if (refusal := self._engine.add(message)) is not None]
 
     def _flush(self, message: FlushCache) -> None:
-        num_requests = len(self._engine.requests)
-        if num_requests:
-            self._answer(message.call_id, f"{num_requests} requests are not finished")
+        if num_running := len(self._engine.scheduler.running):
+            self._answer(message.call_id, f"{num_running} requests hold KV")
             return
         self._engine.scheduler.flush_cache()
         self._answer(message.call_id)

@@ -53,6 +53,7 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # they end with finish reason `abort`, waiting ones too
     WAIT = "wait"  # they finish; the pause begins then. New requests queue
     KEEP = "keep"  # they stop between two steps and go on afterwards, with the KV that they have
+    RETRACT = "retract"  # the same, without their KV: prompt and output are computed again, by the weights that are then
 
 
 # What a door calls: it gives every call an id of its own and waits for the `ControlResult` with that id in an
@@ -91,7 +92,7 @@ class AskState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushCache:
-    """Empty the prefix cache; refused while requests are here. An update needs none: see `weight_version`."""
+    """Empty the prefix cache; refused while requests hold KV. An update needs none: see `weight_version`."""
 
     call_id: str
 

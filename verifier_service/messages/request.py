@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import Draft, DraftSampling, check_sampling_shape, require
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
 GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
@@ -237,6 +238,7 @@ class GenerationRequest:
     cache_salt: str = ""  # only requests with the same salt share prefixes
     # in rollouts: whose responses it drafts from and joins; None: those of its prompt, "": nobody's
     history_key: str | None = None
+    history: tuple[PastResponse, ...] = ()  # responses of that key which the verifier may lack, oldest first
     adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter

@@ -34,7 +34,7 @@ from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.verifier_service.messages.engine import PauseMode
 
-PAUSE_MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP}
+PAUSE_MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.RETRACT}
 HEALTH_TIMEOUT_S = 20.0
 _PICKLED = "its tensors are pickled; use /update_weights_from_distributed or /update_weights_from_disk"
 

@@ -93,6 +93,21 @@ class TestVerifier:
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
 
+    def test_only_those_with_the_newest_weights_are_chosen(self):
+        old = {"weight_version": "default", "weights_taken_s": 0.0}
+        fleet = snapshot(
+            [
+                verifier("late", **old),
+                verifier("behind", weight_version="1", weights_taken_s=5.0),
+                verifier("new", num_running=90, weight_version="2", weights_taken_s=9.0),
+                verifier("half", weight_version="2", weights_taken_s=8.0, weights_error="broke off"),
+            ]
+        )
+        assert chosen(fleet).verifier_id == "new"
+        with pytest.raises(NoVerifierError, match="3 with other weights"):
+            chosen(fleet, ask(excluded_verifier_ids=("new",)))
+        assert chosen(snapshot([verifier("a", **old), verifier("b", num_running=1, **old)])).verifier_id == "a"
+
     def test_ties_spread_by_request_and_repeat(self):
         verifiers = [verifier(f"v{i}") for i in range(4)]
         picks = [chosen(snapshot(verifiers), ask(f"r{i}")).verifier_id for i in range(400)]
