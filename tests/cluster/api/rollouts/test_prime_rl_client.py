@@ -121,8 +121,9 @@ async def test_requests_are_frozen_by_an_update_and_go_on(
         asyncio.create_task(ask(client, sampling_params={"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}))
         for _ in range(3)
     ]
-    while (await admin.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < 3:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(20):
+        while (await admin.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < 3:
+            await asyncio.sleep(0.01)
     await update_weights([admin], broadcast(service, tmp_path, 5), step=5)
     for answer in await asyncio.gather(*calls):
         assert len(answer["completion_ids"]) == len(answer["completion_logprobs"]) == 120
