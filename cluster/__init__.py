@@ -12,15 +12,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.cluster.offline.llm import LLM
     from outrider.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from outrider.cluster.offline.rollout_engine import RolloutEngine, RolloutStats
+    from outrider.cluster.offline.rollout_sample import RolloutSample
     from outrider.cluster.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "RolloutEngine",
+    "RolloutSample",
+    "RolloutStats",
+    "SamplingParams",
+]
 
 _MODULES = {
     "LLM": "outrider.cluster.offline.llm",
     "CompletionOutput": "outrider.cluster.offline.outputs",
     "Logprob": "outrider.cluster.offline.outputs",
     "RequestOutput": "outrider.cluster.offline.outputs",
+    "RolloutEngine": "outrider.cluster.offline.rollout_engine",
+    "RolloutSample": "outrider.cluster.offline.rollout_sample",
+    "RolloutStats": "outrider.cluster.offline.rollout_engine",
     "SamplingParams": "outrider.cluster.offline.sampling_params",
 }
 

@@ -68,6 +68,7 @@ ROOMS = {
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
+    "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
     "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/vllm_engine": "hosted verifier_service/messages verifier_service/model verifier_service/engine",
     "cluster/config": (
@@ -75,9 +76,9 @@ ROOMS = {
         "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway replies api api/openai config vllm_engine proto verifier_service "
-        "verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
-        "drafter_service/engine drafter_service/service"
+        "common router monitoring gateway replies api api/openai api/rollouts config vllm_engine proto "
+        "verifier_service verifier_service/messages verifier_service/model verifier_service/links "
+        "verifier_service/engine drafter_service/engine drafter_service/service"
     ),
     "cluster/hosted": (  # within another engine's process: no Ray, no transformers at import, nothing of drafters
         "common router proto verifier_service/messages verifier_service/model verifier_service/scheduling "

@@ -186,6 +186,11 @@ def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
     message.prompt_logprobs.extend(
         pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
     )
+    message.weight_versions.extend(
+        pb.WeightSpan(version=span.version, start=span.start, end=span.end)
+        for span in chunk.weight_spans
+        if span.version
+    )
     if chunk.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[chunk.finish_reason]
     if chunk.speculation is not None:

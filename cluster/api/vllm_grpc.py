@@ -235,6 +235,8 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "target_inter_token_ms": (float, "a number"),
     "session_id": (str, "text"),
     "cache_salt": (str, "text"),
+    "history_key": (str, "text"),
+    "store": (_boolean, "true or false"),
     "logprobs_mode": (str, "text"),
 }
 

@@ -17,7 +17,7 @@ from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server
@@ -27,6 +27,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
     *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
 _NOT_KWARGS = ("model", "tensor_parallel_size", "distributed_executor_backend")  # of vLLM: they have options
@@ -52,8 +53,10 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
-        "raw_logprobs", "Of requests that name none: the model's own, or of the law that a token was drawn from."
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
+        None,
+        "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
+        " with --rollouts processed_logprobs.",
     )
 
     @model_validator(mode="after")
@@ -127,7 +130,20 @@ class ServiceConfig(PoolsConfig):
     @property
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""
-        return LogprobsMode(self.verifiers.logprobs_mode)
+        default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
+        return LogprobsMode(self.verifiers.logprobs_mode or default)
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        """Refuse several gateways, doors that anyone can open, and rules that bias what a trainer learns."""
+        if not self.verifiers.rollouts:
+            return self
+        if self.gateway.num_gateways.most > 1:
+            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
+        require_lossless(self.speculative.rejection_sample_method)
+        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:  # whoever passes changes the weights
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

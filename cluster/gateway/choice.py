@@ -230,8 +230,7 @@ def tokens_of(output: RequestOutput) -> list[OutputToken]:
     logprobs = output.logprobs if output.logprobs is not None else (None,) * len(output.token_ids)
     items, version = zip(output.token_ids, output.origins, logprobs, strict=True), output.weight_version
     return [
-        OutputToken(id=id_, text="", origin=origin, logprobs=own, weight_version=version)
-        for id_, origin, own in items
+        OutputToken(id=id_, text="", origin=origin, logprobs=own, weight_version=version) for id_, origin, own in items
     ]
 
 

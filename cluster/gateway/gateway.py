@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
 from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, RequestParser, ValidRequest
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import GenerationRequest
@@ -32,8 +33,10 @@ class Gateway:
         *,
         fleet_load: Callable[[], dict[str, Any]] = dict,  # JSON-ready
         tracing: Tracing | None = None,
+        memory: RolloutMemory | None = None,  # of rollouts
     ) -> None:
         self.model = model
+        self.memory = memory
         self.text = TextCodec(tokenizer)
         self.metrics = metrics
         self.is_draining = False
@@ -104,6 +107,12 @@ class Gateway:
         if generation is not None:
             generation.abort()
         return generation is not None
+
+    def abort_all(self) -> int:
+        """Finish all running requests with the reason "abort"; return their number."""
+        for generation in self._running.values():
+            generation.abort()
+        return len(self._running)
 
     def _begin(self, request: ValidRequest, started_s: float) -> Generation:
         taken = {id_ for generation in self._running.values() for id_ in generation.backend_ids}

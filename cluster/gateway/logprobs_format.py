@@ -33,7 +33,7 @@ def completion_logprobs(
         offset += len(token.text)
     return {
         "tokens": [token_name(token.id, codec) for token in tokens],
-        "token_logprobs": [token.logprobs and _finite(token.logprobs.logprob) for token in tokens],
+        "token_logprobs": [token.logprobs and finite(token.logprobs.logprob) for token in tokens],
         "top_logprobs": [token.logprobs and _top_by_name(token.logprobs, codec, num_top) for token in tokens],
         "text_offset": offsets,
     }
@@ -70,7 +70,7 @@ def _by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, An
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(_top(entry, num_top), start=1)]
     return {
-        str(id_): {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_name(id_, codec)}
+        str(id_): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_name(id_, codec)}
         for id_, logprob, rank in ranked
     }
 
@@ -79,7 +79,7 @@ def _top_by_name(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[s
     """Return the likeliest tokens and the token itself: up to `num_top` + 1, as OpenAI."""
     named: dict[str, float] = {}
     for id_, logprob in [*_top(entry, num_top), (entry.token_id, entry.logprob)]:
-        named.setdefault(token_name(id_, codec), _finite(logprob))  # of two tokens with the same text, the likelier
+        named.setdefault(token_name(id_, codec), finite(logprob))  # of two tokens with the same text, the likelier
     return named
 
 
@@ -91,10 +91,10 @@ def _chat_token(token_id: int, logprob: float, codec: TextCodec) -> dict[str, An
     values = codec.token_bytes(token_id)
     return {
         "token": token_name(token_id, codec),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": None if values is None else list(values),
     }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)

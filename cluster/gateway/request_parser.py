@@ -21,6 +21,7 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SamplingParams,
     StructuredOutput,
+    require_lossless,
 )
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -247,17 +248,20 @@ class RequestParser:
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
+        acceptance = self._acceptance(request.rejection_sample_method)
         optional = {
             **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
             "top_k": self._top_k(request.top_k),
             "prompt_logprobs": _num_prompt_logprobs(request),
             "logprobs_mode": self._logprobs_mode(request),
             "num_speculative_tokens": self._draft_cap(request),
-            "acceptance": self._acceptance(request.rejection_sample_method),
+            "acceptance": acceptance,
         }
         set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
         try:
+            if self.model.rollouts:
+                require_lossless(acceptance)
             bad_words = await self._bad_words(request.bad_words or ())
             return SamplingParams(
                 bad_words=bad_words,

@@ -21,6 +21,7 @@ from outrider.cluster.common.reports import ask_router
 from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
 from outrider.cluster.gateway.journal import Attempts, Journal
 from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
 from outrider.proto import link_pb2, link_pb2_grpc
@@ -88,6 +89,11 @@ class RouterClient:
         snapshot = self.snapshot
         return snapshot is not None and all(state.report.endpoint != endpoint for state in snapshot.verifiers)
 
+    def drafters_of(self, verifier_id: str) -> frozenset[str]:
+        """Return the drafters that a verifier has links to, by the last snapshot."""
+        reports = () if self.snapshot is None else (state.report for state in self.snapshot.verifiers)
+        return frozenset(*(report.linked_drafters for report in reports if report.verifier_id == verifier_id))
+
     async def max_model_len(self) -> int:
         """Wait for the first verifier; return the longest sequence that every verifier can hold."""
         while True:
@@ -153,15 +159,20 @@ class RoutedBackend:
         *,
         max_queued_requests: int,
         failover_timeout_s: float,
+        memory: RolloutMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_queued_requests`, per verifier: see `admission`. `failover_timeout_s`: see `Attempts`."""
+        """`max_queued_requests`, per verifier: see `admission`. `failover_timeout_s`: see `Attempts`.
+
+        `memory`: of rollouts, and where there are none, None.
+        """
         self._router = router
         self._gateway_id = gateway_id
         self._model = model
         self._credentials = credentials
         self._max_queued_requests = max_queued_requests
         self._failover_timeout_s = failover_timeout_s
+        self._memory = memory
         self._clock = clock
         self._turnover = Turnover(clock)
         self._peers: dict[str, _Peer] = {}
@@ -184,7 +195,7 @@ class RoutedBackend:
                 assignment = await self._place(internal_id, journal, attempts, group)
                 message, version = journal.continuation(internal_id, assignment.plan), journal.weight_version
                 try:
-                    async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
+                    async with contextlib.aclosing(self._attempt(assignment, message)) as outputs:
                         async for output in outputs:
                             self._turnover.begin(ticket)
                             yield journal.publish(output)
@@ -260,6 +271,26 @@ class RoutedBackend:
             has_published=has_published,
             reason=str(loss),
         )
+
+    def _attempt(self, assignment: Assignment, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
+        """Stream one request from its verifier; in rollouts with its history, and into the memory."""
+        if self._memory is None:
+            return self._stream(assignment.endpoint, message)
+        return self._sample(self._memory, assignment, message)
+
+    async def _sample(
+        self, memory: RolloutMemory, assignment: Assignment, message: GenerationRequest
+    ) -> AsyncGenerator[RequestOutput]:
+        drafters = self._router.drafters_of(assignment.verifier_id)
+        with memory.sampling(message, assignment.verifier_id, drafters) as sample:
+            try:
+                async with contextlib.aclosing(self._stream(assignment.endpoint, sample.request)) as outputs:
+                    async for output in outputs:
+                        sample.hear(output)
+                        yield output
+            except _VerifierLost:
+                sample.lose()
+                raise
 
     async def _stream(self, endpoint: str, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
         """Stream one request from one verifier; raises `_VerifierLost`, or the error of its gRPC status."""

@@ -22,6 +22,7 @@ from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import run_drafter_rank
 from outrider.verifier_service.engine.control import EngineControl
 from outrider.verifier_service.engine.factory import build_engine, load_rank, profile_engine, run_verifier_rank
+from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
@@ -142,7 +143,7 @@ class OfflineEngine:
     """Generate without a server, with the same engine and drafter code.
 
     `drafter_process`: the drafter has a process of its own and, if there are enough cores, a core per thread, taken
-    from the verifier's.
+    from the verifier's. With one, call `step`: `serve` does not wake for its drafts.
     """
 
     def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
@@ -163,6 +164,7 @@ class OfflineEngine:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
             self.engine, self.runner, self.model = build_engine(runner, spec, self.drafts), runner, runner.model
             self.engine.stats.graphs = runner.graph_counts
+            self._change_weights = weights.change
             self._control = EngineControl(self.engine, weights.change)
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
@@ -201,6 +203,15 @@ class OfflineEngine:
         if outputs is None and isinstance(self.drafts, PipeDraftClient):
             self.drafts.wait(self.engine.idle_s() or 0.0)
         return outputs or []
+
+    def serve(self, pipe: Connection) -> None:
+        """Take messages and send outputs as an engine process does, until the pipe's other end is closed."""
+        EngineLoop(
+            *(self.engine, RelayDraftClient(), pipe),
+            clock=time.monotonic,
+            check_integrity=self.config.check_integrity,
+            change_weights=self._change_weights,
+        ).run()
 
     def update_weights(self, folder: str, weight_version: str | None) -> None:
         """Take a checkpoint's weights, while no request runs. Raises `ValueError` if they do not fit: nothing changes.

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.machine import fit_drafting, share_cores, usable_cores
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.cluster.offline.outputs import RequestOutput, TextPiece
-from outrider.cluster.offline.prompt_run import PromptRun, RunContext
-from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
+from outrider.cluster.offline.prompt_run import PromptRun
+from outrider.cluster.offline.prompt_runs import PromptRuns, named_prompts
+from outrider.cluster.offline.prompts import Prompt, PromptInput, parse_messages
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.cluster.router.fleet import PolicyMode
 from outrider.cluster.router.planning import off
@@ -52,34 +48,24 @@ class LLM:
         **options: Any,  # the other OPTIONS
     ) -> None:
         given = {
-            "model": None if model is None else os.fspath(model),
-            "draft_model": None if draft_model is None else os.fspath(draft_model),
+            "model": model,
+            "draft_model": draft_model,
             "speculative_config": speculative_config,
             "dtype": dtype,
             "tensor_parallel_size": tensor_parallel_size,
             "max_model_len": max_model_len,
             "seed": seed,
         }
-        wished = offline_config({**given, **options})
-        fitted = wished if drafter_process else fit_drafting(wished, num_cores=usable_cores())
-        config, plan = _planned(fitted)
-        num_apart = config.speculative.draft_tensor_parallel_size if drafter_process and config.pools else 0
-        num_ranks = config.verifiers.tensor_parallel_size + num_apart
-        config = share_cores(config, num_ranks=num_ranks, num_cores=usable_cores())
+        config, plan = planned_config({**given, **options}, drafter_process=drafter_process)
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
-        prices_drafts = plan.draft_length > 0 and not plan.is_pinned
-        self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)
-        self._context = RunContext(
-            codec=codec,
+        self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=is_priced(plan))
+        self._prompts = PromptRuns(
+            config,
+            plan,
+            codec,
             max_model_len=self._engine.max_model_len,
             eos_token_ids=self._engine.eos_token_ids,
-            plan=plan,
-            acceptance=config.speculative.rejection_sample_method,
-            logprobs_mode=config.logprobs_mode,
-            metrics=GatewayMetrics(CollectorRegistry(), model_name=config.model.name),
-            clock=time.monotonic,
         )
-        self._num_prompts = 0
         self._is_closed = False
         self._running = threading.Lock()
 
@@ -96,7 +82,7 @@ class LLM:
         `sampling_params` is one for all, or one each. `use_tqdm` shows progress on stderr. Raises `ValueError` naming
         the bad field; a prompt that the engine refuses has an `error` in its output instead.
         """
-        return self._all(self._runs(_parsed(prompts), sampling_params), use_tqdm)
+        return self._all(self._prompts.runs(named_prompts(prompts), sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -114,7 +100,7 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         named = [("messages", messages)] if is_one else [(f"messages[{i}]", each) for i, each in enumerate(messages)]
         prompts = [(name, Prompt(messages=parse_messages(each, name))) for name, each in named]
-        runs = self._runs(
+        runs = self._prompts.runs(
             prompts, sampling_params, add_generation_prompt=add_generation_prompt, chat_template=chat_template
         )
         return self._all(runs, use_tqdm)
@@ -125,7 +111,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield each prompt's outputs as it finishes; closing the iterator cancels the others."""
-        return self._run(self._runs(_parsed(prompts), sampling_params))
+        return self._run(self._prompts.runs(named_prompts(prompts), sampling_params))
 
     def as_generated(
         self,
@@ -133,7 +119,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[TextPiece]:
         """Yield pieces of all outputs' texts as they are generated; closing the iterator cancels the rest."""
-        return self._pieces(self._runs(_parsed(prompts), sampling_params))
+        return self._pieces(self._prompts.runs(named_prompts(prompts), sampling_params))
 
     def update_weights(self, folder: str, weight_version: str | None = None) -> None:
         """Take the weights of another checkpoint of the same model: what follows is what a fresh `LLM` of it would say.
@@ -156,42 +142,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _runs(
-        self,
-        prompts: Sequence[tuple[str, Prompt]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        **template: Any,
-    ) -> list[PromptRun]:
-        samplings = _one_for_each(sampling_params, len(prompts))
-        tokenised = [self._tokenised(prompt, name, **template) for name, prompt in prompts]
-        first_id = self._num_prompts
-        self._num_prompts += len(prompts)
-        return [
-            PromptRun(str(number), text, token_ids, sampling, self._context)
-            for number, ((text, token_ids), sampling) in enumerate(
-                zip(tokenised, samplings, strict=True), start=first_id
-            )
-        ]
-
-    def _tokenised(
-        self, prompt: Prompt, name: str, *, add_generation_prompt: bool = True, chat_template: str | None = None
-    ) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt's text, if it has one, and its token ids."""
-        codec = self._context.codec
-        if prompt.token_ids is not None:
-            return None, prompt.token_ids
-        if prompt.text is not None:
-            return prompt.text, codec.encode_now(prompt.text, add_special_tokens=True)
-        if chat_template is None and not codec.has_chat_template:
-            raise PromptError(f"{name}: this model has no chat template")
-        try:
-            text = codec.render_chat_now(
-                prompt.messages or (), add_generation_prompt=add_generation_prompt, chat_template=chat_template
-            )
-        except InvalidRequest as error:
-            raise PromptError(f"{name}: {error}") from error
-        return text, codec.encode_now(text, add_special_tokens=False)  # the template has written special tokens
 
     def _all(self, runs: Sequence[PromptRun], shows_progress: bool) -> list[RequestOutput]:
         from rich.console import Console
@@ -252,35 +202,31 @@ def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
     """
     for name in sorted(options.keys() - set(OPTIONS)):
         raise ValueError(f"unknown option {name!r}{did_you_mean(name, OPTIONS)}")
-    config = ServiceConfig(**{name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    paths: dict[str, Any] = {name: os.fspath(given[name]) for name in ("model", "draft_model") if name in given}
+    config = ServiceConfig(**(given | paths))
     if config.draft_length_by_batch_size:
         raise ValueError("speculative_config: num_speculative_tokens_per_batch_size: only a server follows it")
     return config
 
 
-def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
-    """Return every prompt's plan, and the configuration, without a drafter if speculation is off."""
+def planned_config(
+    options: Mapping[str, Any], *, drafter_process: bool = False
+) -> tuple[ServiceConfig, SpeculationPlan]:
+    """Return the configuration of these options, fitted to this machine's cores, and every prompt's plan."""
+    config = offline_config(options)
+    if not drafter_process:
+        config = fit_drafting(config, num_cores=usable_cores())
     mode = config.router_policy.mode
-    if mode is PolicyMode.OFF or config.max_draft_length == 0:
-        return config.with_options(num_speculative_tokens=0), off(DisabledReason.CONFIG)
-    return config, SpeculationPlan(draft_length=config.max_draft_length, is_pinned=mode is PolicyMode.ALWAYS)
+    if mode is PolicyMode.OFF or config.max_draft_length == 0:  # no drafter is loaded
+        config, plan = config.with_options(num_speculative_tokens=0), off(DisabledReason.CONFIG)
+    else:
+        plan = SpeculationPlan(draft_length=config.max_draft_length, is_pinned=mode is PolicyMode.ALWAYS)
+    num_apart = config.speculative.draft_tensor_parallel_size if drafter_process and config.pools else 0
+    num_ranks = config.verifiers.tensor_parallel_size + num_apart
+    return share_cores(config, num_ranks=num_ranks, num_cores=usable_cores()), plan
 
 
-def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Prompt]]:
-    """Return the prompts with their names in errors."""
-    if isinstance(prompts, PromptInput):
-        return [("prompts", parse_prompt(prompts, "prompts"))]
-    if not isinstance(prompts, Iterable):
-        raise PromptError("prompts must be a text, a mapping, or several of them")
-    named = ((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts))
-    return [(name, parse_prompt(prompt, name)) for name, prompt in named]
-
-
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise ValueError("sampling_params must be a SamplingParams of outrider.cluster, or a list of them")
-    if len(params) != num_prompts:
-        raise ValueError(f"sampling_params must be one, or one for each of {num_prompts} prompts, not {len(params)}")
-    return list(params)
+def is_priced(plan: SpeculationPlan) -> bool:
+    """Return whether the price of a draft decides its length."""
+    return plan.draft_length > 0 and not plan.is_pinned

@@ -26,6 +26,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     SpeculationPlan,
     StructuredOutput,
+    require_lossless,
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
@@ -42,6 +43,7 @@ class RunContext:
     plan: SpeculationPlan
     acceptance: AcceptanceRule  # of prompts that name none
     logprobs_mode: LogprobsMode  # the same
+    rollouts: bool  # whether responses are remembered, and lossy rules are refused
     metrics: GatewayMetrics  # not exposed: a `Choice` needs counters
     clock: Callable[[], float]  # monotonic, seconds
 
@@ -130,9 +132,13 @@ class PromptRun:
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         context: RunContext,
+        *,
+        history_key: str | None = None,
     ) -> None:
-        self.request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.request_id, self._prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self._sampling, self._context = sampling, context
+        if context.rollouts:
+            require_lossless(AcceptanceRule(sampling.rejection_sample_method or context.acceptance))
         engine_sampling = sampling.for_engine(
             max_model_len=context.max_model_len,
             acceptance=context.acceptance,
@@ -147,6 +153,7 @@ class PromptRun:
                 sampling=dataclasses.replace(engine_sampling, choice_index=sampling.choice_index + index),
                 plan=context.plan,
                 group_id=request_id if sampling.n > 1 else None,
+                history_key=history_key,
             )
             for index in range(sampling.n)
         ]
@@ -168,6 +175,11 @@ class PromptRun:
             error=run.error,
         )
 
+    def whole(self, request_id: str) -> tuple[GatewayChunk, str | None]:
+        """Return a finished output as one chunk, and its error."""
+        run = self._runs[request_id]
+        return run.whole(), run.error
+
     def output(self) -> RequestOutput:
         """Return the finished prompt and its outputs."""
         runs = list(self._runs.values())
@@ -176,7 +188,7 @@ class PromptRun:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=list(self._prompt_token_ids),
+            prompt_token_ids=list(self.prompt_token_ids),
             outputs=[self._completion(run, chunk) for run, chunk in zip(runs, chunks, strict=True)],
             prompt_logprobs=prompt_logprobs_by_id(
                 chunks[0].prompt_logprobs, self._context.codec, self._sampling.prompt_logprobs

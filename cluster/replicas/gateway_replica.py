@@ -14,16 +14,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
-from outrider.cluster.api.grpc_api import SERVER_OPTIONS, start_grpc_server
+from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, start_grpc_server
 from outrider.cluster.api.http_server import HttpsServer
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
+from outrider.cluster.api.rollouts.doors import TrainerDoors
+from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
+from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
@@ -68,6 +72,7 @@ class GatewayReplica:
             adapters=tuple(config.verifiers.lora_modules),
             rollouts=config.verifiers.rollouts,
         )
+        memory = memory_of(config)
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
@@ -75,6 +80,7 @@ class GatewayReplica:
             config.links.credentials,
             max_queued_requests=config.gateway.max_queued_requests,
             failover_timeout_s=config.gateway.failover_timeout_s,
+            memory=memory,
         )
         registry = CollectorRegistry()
         self._gateway = Gateway(
@@ -85,12 +91,23 @@ class GatewayReplica:
             time.monotonic,
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
+            memory=memory,
         )
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         metrics = SharedMetrics(registry, fleet)
         self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
         keys = ApiKeys(config.gateway.api_key_hashes)
-        self._grpc_server = await start_grpc_server(
+        self._grpc_server = await self._serve_grpc(config, keys)
+        self._api = self._application(config, keys, metrics)
+        self._https_server: HttpsServer | None = None
+        if config.tls is not None:
+            self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
+            self._tasks.start(self._https_server.run(), "serve HTTPS")
+        tell_phase("ready")
+
+    async def _serve_grpc(self, config: ServiceConfig, keys: ApiKeys) -> RunningGrpcServer:
+        """Start the gRPC server, with its interceptors."""
+        return await start_grpc_server(
             self._gateway,
             f"{config.host}:{config.grpc_port}",
             credentials=None if config.tls is None else config.tls.server_credentials(),
@@ -101,17 +118,14 @@ class GatewayReplica:
                 *([self._tracing.interceptor()] if self._tracing is not None else []),
             ],
         )
-        self._api = self._application(config, keys, metrics)
-        self._https_server: HttpsServer | None = None
-        if config.tls is not None:
-            self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
-            self._tasks.start(self._https_server.run(), "serve HTTPS")
-        tell_phase("ready")
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with its middleware."""
         syntax = reply_syntax_of(config.gateway)
-        api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
+        app = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
+        if config.verifiers.rollouts:
+            add_trainer_routes(app, self._trainer_doors(config))
+        api: ASGIApp = app
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
@@ -121,6 +135,15 @@ class GatewayReplica:
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
+    def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
+        return TrainerDoors(
+            gateway=self._gateway,
+            fleet=FleetControl(lambda: self._router.snapshot, verifier_calls(config.links.credentials)),
+            is_healthy=self._has_verifier,
+            model_path=config.model.target_path,
+            tensor_parallel_size=config.verifiers.tensor_parallel_size,
+        )
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # with TLS, nothing is served through Serve's proxies, which verify no client
         return self._api if self._https_server is None else FastAPI(openapi_url=None)
@@ -129,7 +152,9 @@ class GatewayReplica:
         snapshot = self._router.snapshot
         if snapshot is None or snapshot.is_stopping:
             return False
-        return any(not state.report.draining for state in snapshot.verifiers)
+        return any(
+            not state.report.draining and state.report.load.weights_error is None for state in snapshot.verifiers
+        )
 
     async def pid(self) -> int:
         return os.getpid()
@@ -159,6 +184,19 @@ def reply_syntax_of(options: GatewayOptions) -> ReplySyntax | None:
     if options.tool_call_parser is None and options.reasoning_parser is None:
         return None
     return ReplySyntax(tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser)
+
+
+def memory_of(config: ServiceConfig) -> RolloutMemory | None:
+    """Return what remembers the responses of rollouts; None: the service is for none."""
+    if not config.verifiers.rollouts:
+        return None
+    speculative = config.speculative
+    return RolloutMemory(
+        MemoryLimits(
+            num_versions=speculative.suffix_decoding_max_versions,
+            max_drafter_responses=speculative.suffix_decoding_max_cached_requests,
+        )
+    )
 
 
 def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:

@@ -18,6 +18,7 @@ from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.missed_weights import MissedWeights
 from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
@@ -26,9 +27,16 @@ from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.engine import FROM_ENGINE, Cancel, EngineLoad, EngineReady, EngineUpdate
+from outrider.verifier_service.messages.engine import (
+    FROM_ENGINE,
+    Cancel,
+    EngineLoad,
+    EngineReady,
+    EngineUpdate,
+)
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.start_phases import begin_phases
@@ -64,15 +72,19 @@ class VerifierReplica:
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
-        self._table = RequestTable(self._send)
+        self._table, self._control = RequestTable(self._send), ControlTable(self._host.send)
+        self._missed = MissedWeights(self._control, lambda: self._load)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
             internal_address(config.links),
-            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
+            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
+                VerifierLinkServicer(self._table, self._control), server
+            ),
             config.links.server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
+        self._host.tasks.start(self._missed.take_forever(), "take the fleet's weights")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
@@ -113,6 +125,7 @@ class VerifierReplica:
 
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
+        self._control.deliver(update.results)
         if update.relays:  # only once there are links
             self._drafters.send(update.relays)
         if update.load is not None:
@@ -121,6 +134,7 @@ class VerifierReplica:
 
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
+        self._control.fail(reason)
 
     async def _report_forever(self) -> None:
         """Report while the engine lives: a silent verifier gets no new requests."""
@@ -139,6 +153,7 @@ class VerifierReplica:
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
+        self._missed.follow(directive.weights)
         await self._drafters.follow(directive)
 
     def _report(self, load: EngineLoad) -> VerifierReport:
@@ -151,6 +166,7 @@ class VerifierReplica:
             step_times=self._ready.step_times,
             own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
+            dtype=self._ready.dtype,
             draining=self._is_draining,
         )
         return self._drafters.complete(report)

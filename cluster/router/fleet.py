@@ -58,6 +58,7 @@ class VerifierReport:
     draining: bool = False  # takes no new requests, and stops once the running ones have ended
     num_bad_link_frames: int = 0  # drafters' frames that its links could not read
     num_ranks: int = 1  # accelerators
+    dtype: str = ""  # of the weights, as torch names it; empty: unknown
 
     def serves(self, weights: FleetWeights | None) -> bool:
         """Return whether it draws tokens from these weights, all of them."""

@@ -56,8 +56,8 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     if not eligible:
         raise NoVerifierError(
             f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, {len(live)} reporting, "
-            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} with other weights than the fleet, "
-            f"{len(current) - len(eligible)} excluded by the request"
+            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} with other weights than the "
+            f"fleet's, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     chosen, reason = _choose_verifier(eligible, ask, is_stale)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, SparseRow
+from outrider.verifier_service.messages.history import PastResponse
 
 GREEDY = DraftSampling(temperature=0.0)
 
@@ -92,6 +93,9 @@ class Remembers(Protocol):
 
     def remember(self, history: History, response: Sequence[int]) -> None:
         """Keep a response that has ended, for later ones of its key."""
+
+    def seed(self, history: History, responses: Sequence[PastResponse]) -> None:
+        """Keep responses that ended elsewhere, oldest first; raises `ValueError` for ids outside the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

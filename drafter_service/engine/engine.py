@@ -15,13 +15,23 @@ from outrider.drafter_service.engine.sessions import Round, RunningMean, Session
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
 from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open, Resync, States, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Close,
+    Commit,
+    Draft,
+    Open,
+    Resync,
+    Seed,
+    States,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 
 
 class DraftEngine:
     """Continuous batching over every session of every verifier.
 
+    Seed           responses of rollouts that ended elsewhere, for a drafter that remembers them
     Open, States   a session: the request's committed tokens, and the target's states where the drafter reads them
     Commit         tokens that were committed since, and a round: a draft is asked for after them
     step           one call of the drafter with the asks of all unanswered rounds; complete drafts are answers
@@ -65,6 +75,8 @@ class DraftEngine:
         match message:
             case Open():
                 self._open(key, message)
+            case Seed():
+                self._seed(message)
             case States():
                 self._take_states(key, message)
             case Commit():
@@ -133,9 +145,7 @@ class DraftEngine:
             self._take_round(older)
         token_ids, now_s = list(message.token_ids), self._clock()
         self._sessions.put(
-            Session(
-                key, message.sampling, token_ids, now_s, cache_salt=message.cache_salt, history=message.history
-            )
+            Session(key, message.sampling, token_ids, now_s, cache_salt=message.cache_salt, history=message.history)
         )
         self._check_tokens(key, message.token_ids, may_be_empty=False)
         self._evict(self._sessions.surplus())
@@ -254,6 +264,16 @@ class DraftEngine:
             return
         if session.history.key and isinstance(drafter, Remembers):
             drafter.remember(session.history, session.token_ids[session.history.num_prompt_tokens :])
+
+    def _seed(self, message: Seed) -> None:
+        """Let the drafter keep responses that ended elsewhere; ids that it does not know are a bad message."""
+        drafter = self._drafter
+        if not message.history.key or not isinstance(drafter, Remembers):
+            return
+        try:
+            drafter.seed(message.history, message.responses)
+        except ValueError:
+            self.counters.num_bad_messages += 1
 
     def _drop(self, key: SessionKey) -> None:
         if (session := self._sessions.remove(key)) is not None:

@@ -6,12 +6,13 @@ of its own, of the last weight versions alone. All keys together are bounded; wh
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.drafter_service.lookup.suffix_tree import SuffixTree
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.wire import decode, encode
 
 
@@ -72,8 +73,9 @@ class PromptHistories:
         """`num_versions`: the weight versions whose responses are kept, this one included."""
         self._max_tree_depth, self._max_responses, self._max_tokens = max_tree_depth, max_responses, max_tokens
         self._keys: OrderedDict[str, PromptHistory] = OrderedDict()  # the least recently used first
+        self._num_versions = num_versions
         self._versions: deque[str] = deque(maxlen=num_versions)  # oldest first
-        self._newest = 0  # number of the newest version
+        self._newest = 0  # number of the newest version; seeded responses may be older than the first one known here
         self._num_responses = self._num_tokens = 0
 
     def find(self, key: str) -> PromptHistory | None:
@@ -87,7 +89,7 @@ class PromptHistories:
         if history is None:
             return
         self._keys.move_to_end(key)
-        while history.responses and history.responses[0].version <= self._newest - len(self._versions):
+        while history.responses and history.responses[0].version <= self._last_dropped:
             self._remove_oldest(history)
         if not history.responses:
             del self._keys[key]
@@ -98,10 +100,35 @@ class PromptHistories:
         It counts as of the newest version known by now: a sample may have gone on under new weights.
         """
         self.use(key, weight_version)
-        self._add(key, self._newest, token_ids)
+        self._add(key, self._newest, self._bounded(token_ids))
 
-    def _add(self, key: str, version: int, token_ids: Sequence[int]) -> None:
-        kept = token_ids[max(0, len(token_ids) - self._max_tokens) :]
+    def seed(self, key: str, weight_version: str, responses: Iterable[PastResponse]) -> None:
+        """Add responses that ended elsewhere, oldest first, but for those that are known: each is kept once.
+
+        Of responses with the same tokens, as many are kept as are given at a time. None counts as older than what is
+        there of its key: a tree's oldest text leaves it first.
+        """
+        self.use(key, weight_version)
+        history = self._keys.get(key)
+        known = Counter(tuple(one.token_ids) for one in (history.responses if history is not None else ()))
+        oldest = self._last_dropped + 1 if history is None else history.responses[-1].version
+        for one in responses:
+            kept = tuple(self._bounded(one.token_ids))
+            if known[kept]:
+                known[kept] -= 1
+            elif one.age < self._num_versions:
+                oldest = max(oldest, self._newest - one.age)
+                self._add(key, oldest, kept)
+
+    @property
+    def _last_dropped(self) -> int:
+        """Number of the newest version whose responses are too old."""
+        return self._newest - self._num_versions
+
+    def _bounded(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids[max(0, len(token_ids) - self._max_tokens) :]
+
+    def _add(self, key: str, version: int, kept: Sequence[int]) -> None:
         if not self._max_responses or len(kept) < 2:  # no token has a next one
             return
         history = self._keys.setdefault(key, PromptHistory(SuffixTree(self._max_tree_depth)))
@@ -132,9 +159,13 @@ class PromptHistories:
 
     def export(self) -> bytes:
         """Return all histories as msgpack."""
-        first = self._newest - len(self._versions) + 1  # responses of older ones are about to be dropped
+        first = self._newest - len(self._versions) + 1
         keys = {
-            key: [SavedResponse(one.version - first, one.token_ids) for one in known.responses if one.version >= first]
+            key: [
+                SavedResponse(max(0, one.version - first), one.token_ids)
+                for one in known.responses
+                if one.version > self._last_dropped  # the others are about to be dropped
+            ]
             for key, known in self._keys.items()
         }
         return encode(SavedHistories(list(self._versions), {key: kept for key, kept in keys.items() if kept}))
@@ -156,7 +187,7 @@ class PromptHistories:
             self._note_version(version)
         for key, responses in saved.keys.items():
             for one in responses:
-                self._add(key, one.version + 1, one.token_ids)
+                self._add(key, one.version + 1, self._bounded(one.token_ids))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if bounds are exceeded, or the sums are those of other histories."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
@@ -25,6 +25,7 @@ from outrider.drafter_service.lookup.token_history import (
     TokenHistory,
 )
 from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds, History, require
+from outrider.verifier_service.messages.history import PastResponse
 
 MAX_BRANCHES = 8  # children of one node of a draft tree
 MAX_SIBLINGS = 8  # running samples of one prompt that a draft is looked up in: the longest
@@ -172,12 +173,10 @@ class SuffixDrafter:
         """Keep a rollout's response for later ones of its key."""
         self._histories.add(history.key, history.weight_version, response)
 
-    def seed(self, key: str, responses: Iterable[Sequence[int]], weight_version: str = "") -> None:
-        """Keep responses of a key that were generated elsewhere; raises `ValueError` for ids outside the vocabulary."""
-        known = list(responses)
-        check_ids(key, known, self.vocab_size)
-        for response in known:
-            self._histories.add(key, weight_version, response)
+    def seed(self, history: History, responses: Sequence[PastResponse]) -> None:
+        """Keep responses that ended elsewhere, oldest first; raises `ValueError` for ids outside the vocabulary."""
+        check_ids(history.key, (one.token_ids for one in responses), self.vocab_size)
+        self._histories.seed(history.key, history.weight_version, responses)
 
     def export(self) -> bytes:
         """Return the histories of all keys, for `load`."""

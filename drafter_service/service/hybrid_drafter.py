@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, Remembers, SessionKey
 from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, History
+from outrider.verifier_service.messages.history import PastResponse
 
 GAIN = 1 / 8  # step size of the running means
 PRIOR_TOKENS = 1.0  # prior of accepted tokens per draft of a model
@@ -133,6 +134,11 @@ class HybridDrafter:
         for drafter in self._lookups.values():
             if isinstance(drafter, Remembers):
                 drafter.remember(history, response)
+
+    def seed(self, history: History, responses: Sequence[PastResponse]) -> None:
+        for drafter in self._lookups.values():
+            if isinstance(drafter, Remembers):
+                drafter.seed(history, responses)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._sessions.keys() <= set(keys), "a choice for a session that is gone"

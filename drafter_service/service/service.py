@@ -49,7 +49,7 @@ class EnginePort(Protocol):
     """
 
     def submit(self, peer: str, payload: bytes) -> None:
-        """Send one encoded Open, Commit or Close."""
+        """Send one encoded message for the engine: Open, Seed, States, Commit or Close."""
 
     def peer_gone(self, peer: str) -> None:
         """Close a peer's sessions."""

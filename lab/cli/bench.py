@@ -36,7 +36,7 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "ahead", "clients", "device", "exact", "far"),
-    *("policy", "pricing", "rollouts", "router", "step", "usual", "vllm-pool"),
+    *("policy", "pricing", "rollouts", "router", "step", "updates", "usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (

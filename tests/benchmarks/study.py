@@ -20,6 +20,7 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.updates import updates
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
@@ -37,6 +38,7 @@ STUDIES = (
     rollouts,
     router,
     step,
+    updates,
     usual,
     vllm_pool,
 )
@@ -52,7 +54,8 @@ def study() -> None:
     drafts and without; far: what priced drafts bring with a drafter elsewhere, in virtual time; policy: how much to
     draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts,
     epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back;
-    usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
+    updates: answers after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from
+    a pool, and without.
     """
 
 

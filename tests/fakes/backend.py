@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -175,6 +176,7 @@ def build_gateway(
     adapters: tuple[str, ...] = (),
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     rollouts: bool = False,
+    memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
     model = ModelInfo(
@@ -188,7 +190,7 @@ def build_gateway(
         rollouts=rollouts,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-    return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)
+    return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory)
 
 
 def says(tokenizer: PreTrainedTokenizerFast, text: str) -> list[list[int]]:

@@ -11,7 +11,14 @@ from fakes.runner import FakeRunner, LateRunner, continuation
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
-from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Commit,
+    Draft,
+    DraftClient,
+    DrafterEvent,
+    DraftNeeds,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.sampling.verification import begin
@@ -104,8 +111,11 @@ class EngineBench:
         max_num_batched_tokens: int = 256,
         max_tree_nodes: int = 0,
         pricing: DraftPricing | None = None,
+        drafts: DraftClient | None = None,
+        rollouts: bool = False,
         **runner: object,
     ) -> None:
+        """`drafts`: real drafters, in place of those in memory."""
         self.now_s = 0.0
         self.drafts = MemoryDrafts()
         self.drafts.events = [
@@ -121,7 +131,10 @@ class EngineBench:
             self.runner,
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(
-                self.drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states, pricing
+                self.drafts if drafts is None else drafts,
+                CoordinatorConfig(max_tree_nodes=max_tree_nodes, rollouts=rollouts, **limits),
+                self.runner.states,
+                pricing,
             ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),

@@ -13,6 +13,7 @@ import grpc
 from fakes.engine_bench import EngineBench
 from fakes.reports import verifier_report
 from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.router.fleet import (
     Assignment,
@@ -25,6 +26,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import (
@@ -165,7 +167,7 @@ class EngineVerifier(VerifierLinkServicer):
 
     def __init__(self, dies_after: int | None = None, **options: Any) -> None:
         self.table = RequestTable(self._send)
-        super().__init__(self.table)
+        super().__init__(self.table, ControlTable(lambda _: None))
         self.requests: list[GenerationRequest] = []
         self._bench = EngineBench(**options)
         self._num_left = dies_after
@@ -212,7 +214,13 @@ async def serve(verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "12
 class Fleet:
     """Verifiers v0, v1, … behind a router that names the first that is not excluded."""
 
-    def __init__(self, *, max_queued_requests: int = 1024, failover_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_queued_requests: int = 1024,
+        failover_timeout_s: float = 10.0,
+        memory: RolloutMemory | None = None,
+    ) -> None:
         self.router = Router()
         self.client = RouterClient(self.router, RouterPolicy())
         self.backend = RoutedBackend(
@@ -221,6 +229,7 @@ class Fleet:
             MODEL,
             max_queued_requests=max_queued_requests,
             failover_timeout_s=failover_timeout_s,
+            memory=memory,
         )
         self.stops: list[Callable[[], Awaitable[None]]] = []
 

@@ -18,6 +18,7 @@ from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.link import (
     DRAFTER_MESSAGES,
     VERIFIER_MESSAGES,
@@ -71,6 +72,7 @@ _SAMPLING_SHAPE = {
 }
 CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     DraftSampling: _SAMPLING_SHAPE,
+    PastResponse: {"age": st.integers(0, 1 << 40)},
     LogitBias: {"bias": st.floats(-100.0, 100.0)},
     GenerationRequest: {
         "priority": st.integers(-1000, 1000),

@@ -51,8 +51,11 @@ def kept_open(context: AbstractAsyncContextManager[ServedT]) -> Iterator[tuple[L
 async def status_of(call: Any, target: str) -> None:
     """Read a call to its end, check that its status blames the client at worst, and count it."""
     with contextlib.suppress(grpc.aio.AioRpcError):  # its code is read below
-        async for _ in call:
-            continue
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await call
+        else:
+            async for _ in call:
+                continue
     code, details = await call.code(), await call.details()
     if details == WRITE_AFTER_END:
         TALLY.count(target, "ended before all was written")

@@ -43,10 +43,12 @@ from outrider.verifier_service.messages.draft import (
     DraftSampling,
     Open,
     Resync,
+    Seed,
     States,
     VerifierMessage,
     check_draft,
 )
+from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.wire import decode, encode
 from tiny.dflash import dflash_head
 from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
@@ -213,7 +215,11 @@ def conversations(width: int) -> st.SearchStrategy[list[VerifierMessage]]:
         tensor=st.sampled_from((0, 0, 1)),
     )
     alone: st.SearchStrategy[VerifierMessage] = (
-        states | commits(NAMES, st.integers(-1, 12)) | values_of(Open) | st.builds(Close, request_id=NAMES)
+        states
+        | commits(NAMES, st.integers(-1, 12))
+        | values_of(Open)
+        | values_of(Seed)
+        | st.builds(Close, request_id=NAMES)
     )
     parts = st.lists(session() | alone.map(lambda message: [message]), max_size=5)
     return parts.map(lambda each: [message for part in each for message in part])
@@ -237,7 +243,7 @@ class Table:
 
     def say(self, peer: str, message: VerifierMessage) -> None:
         """Say a message as it crosses the wire, and let the engine make a step."""
-        self.engine.handle(peer, decode(encode(message), (Open, States, Commit, Close)))
+        self.engine.handle(peer, decode(encode(message), VERIFIER_MESSAGES))
         self.step()
 
     def step(self) -> None:

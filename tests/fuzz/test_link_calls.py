@@ -24,8 +24,19 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
-from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
+from outrider.verifier_service.messages.engine import (
+    AskState,
+    BadRequest,
+    Cancel,
+    Control,
+    ControlResult,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+    read_frame,
+)
 from outrider.verifier_service.messages.link import (
     ACCEPTED,
     CHANNEL_OPTIONS,
@@ -44,6 +55,7 @@ IDENTITY = DrafterIdentity(
     drafter_id="d", vocab_size=VOCAB_SIZE, vocab_fingerprint="", max_draft_length=8, max_model_len=64
 )
 STREAM, GENERATE = "/outrider.link.v1.DrafterLink/Stream", "/outrider.link.v1.VerifierLink/Generate"
+CONTROL = "/outrider.link.v1.VerifierLink/Control"
 Server = tuple[Loop, grpc.aio.Channel]
 
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1) | st.sampled_from((-1, VOCAB_SIZE, 1 << 62)), max_size=6).map(tuple)
@@ -185,7 +197,10 @@ class SteppedEngine:
 
     def __init__(self) -> None:
         self._bench = EngineBench(drafters=())
-        self.table = RequestTable(self._send)
+        self.table, self.control = RequestTable(self._send), ControlTable(self._answer)
+
+    def _answer(self, message: Control) -> None:
+        asyncio.get_running_loop().call_soon(self.control.deliver, [ControlResult(call_id=message.call_id)])
 
     def _send(self, message: bytes | Cancel) -> None:
         read = read_frame(message) if isinstance(message, bytes) else message
@@ -208,7 +223,7 @@ class SteppedEngine:
 async def serving_engine() -> AsyncIterator[grpc.aio.Channel]:
     engine = SteppedEngine()
     stepping = asyncio.create_task(engine.run())
-    async with serving(VerifierLinkServicer(engine.table)) as channel:
+    async with serving(VerifierLinkServicer(engine.table, engine.control)) as channel:
         yield channel
     assert not stepping.done(), "the step loop has ended"
     stepping.cancel()
@@ -242,3 +257,29 @@ async def generate(channel: grpc.aio.Channel, request: bytes) -> None:
 def test_hostile_requests(verifier: Server, request_: bytes) -> None:
     loop, channel = verifier
     loop.run(generate(channel, request_))
+
+
+async def ask_state(channel: grpc.aio.Channel, request: bytes) -> None:
+    await status_of(channel.unary_unary(CONTROL)(request, timeout=CALL_TIMEOUT_S), "verifier link: control calls")
+    frame = link_pb2.Frame(payload=encode(AskState(call_id="good")))
+    answer = await link_pb2_grpc.VerifierLinkStub(channel).Control(frame, timeout=CALL_TIMEOUT_S)
+    assert decode(answer.payload, (ControlResult,)) == ControlResult(call_id="good")
+
+
+CALLS = (
+    st.builds(AskState, call_id=st.text(max_size=4))
+    | st.builds(PauseGeneration, call_id=st.text(max_size=4), mode=st.sampled_from(PauseMode))
+    | st.builds(UpdateWeights, call_id=st.text(max_size=4), folder=st.none() | st.text(max_size=8))
+).map(encode)
+
+
+@examples(100)
+@given(
+    (CALLS | spoilt_frames(CALLS) | FRAMES | st.binary(max_size=40)).map(
+        lambda payload: link_pb2.Frame(payload=payload).SerializeToString()
+    )
+    | st.binary(max_size=60)
+)
+def test_hostile_control_calls(verifier: Server, request_: bytes) -> None:
+    loop, channel = verifier
+    loop.run(ask_state(channel, request_))

@@ -26,6 +26,7 @@ from services.failures import (
     require_unharmed,
 )
 from services.live_service import SharedRay
+from services.trained import TRAINED_CASES, trained_drill
 from soak_length import SoakLength
 
 NUM_FAILING_STREAMS = {case.name: case.num_failing_streams for case in FLEET_CASES}
@@ -73,6 +74,12 @@ EMBEDDED = Soak(
     f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair; of two verifiers "
     f"a silent engine is given up after {ENGINE_TIMEOUT_S:g} s, `--engine-timeout-s`, 10 s by default)",
 )
+TRAINED = Soak(
+    "soak_rollouts",
+    "Soak: weights that change under streams",
+    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, two verifiers, one drafter; "
+    "each update brings the same weights under another version)",
+)
 REAL = Soak(
     "soak_smollm2",
     "Soak: failures under a real model",
@@ -90,6 +97,11 @@ def test_failures_of_drafters_and_links(shared_ray: SharedRay, soak_length: Soak
 def test_failures_of_a_fleet(shared_ray: SharedRay, soak_length: SoakLength):
     drill = fleet_drill(shared_ray)
     EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, soak_length)
+
+
+def test_failures_of_updates(shared_ray: SharedRay, soak_length: SoakLength):
+    drill = trained_drill(shared_ray)
+    TRAINED.repeat({case.name: partial(drill.run, case) for case in TRAINED_CASES}, soak_length)
 
 
 def test_failures_of_ranks(shared_ray: SharedRay, soak_length: SoakLength):

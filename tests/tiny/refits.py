@@ -7,12 +7,14 @@ torch's helper for further groups.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,17 +57,31 @@ class Trainer:
 
     pipe: Connection
     joining: InitWeightsGroup
+    process: Any  # of multiprocessing's context
+    is_dead: bool = False
 
     def joins(self) -> InitWeightsGroup:
         """Let the trainer join, and return what the server must be told meanwhile."""
         self._say("join", vars_of(self.joining))
         return self.joining
 
+    def buckets(self, folder: str, num_buckets: int) -> list[list[str]]:
+        """Return the names of a folder's tensors in so many parts."""
+        names = list(tensors_of(folder))
+        size = -(-len(names) // num_buckets)
+        return [names[first : first + size] for first in range(0, len(names), size)]
+
     def sends(self, folder: str, names: Sequence[str] | None = None, **fields: object) -> UpdateWeights:
         """Let the trainer broadcast tensors of a folder, and return what the server must be told meanwhile."""
+        message = self.tells(folder, names, **fields)
+        self._say("send", {"folder": folder, "names": message.names, "is_flattened": message.is_flattened})
+        return message
+
+    def tells(self, folder: str, names: Sequence[str] | None = None, **fields: object) -> UpdateWeights:
+        """Return what the server must be told of tensors, which the trainer does not broadcast."""
         tensors = tensors_of(folder)
         chosen = list(tensors) if names is None else list(names)
-        message = UpdateWeights(
+        return UpdateWeights(
             call_id="update",
             names=tuple(chosen),
             dtypes=tuple(str(tensors[name].dtype).removeprefix("torch.") for name in chosen),
@@ -73,8 +89,12 @@ class Trainer:
             group_name=self.joining.group_name,
             **fields,  # type: ignore[arg-type]
         )
-        self._say("send", {"folder": folder, "names": chosen, "is_flattened": message.is_flattened})
-        return message
+
+    def dies(self) -> None:
+        """End as a killed process does: between its calls, or within a broadcast."""
+        self.is_dead = True
+        self.process.kill()
+        self.process.join()
 
     def _say(self, verb: str, arguments: object) -> None:
         self.pipe.send_bytes(json.dumps([verb, arguments]).encode())
@@ -103,10 +123,11 @@ def trainer(num_ranks: int = 1) -> Iterator[Trainer]:
         backend="gloo",
         timeout_s=TIMEOUT_S,
     )
-    yield Trainer(near, joining)
+    training = Trainer(near, joining, process)
+    yield training
     near.close()
     process.join(TIMEOUT_S)
-    assert process.exitcode == 0
+    assert process.exitcode == (-signal.SIGKILL if training.is_dead else 0)
 
 
 def _train(pipe: Connection) -> None:

@@ -131,6 +131,7 @@ class DraftCoordinator:
         """Attach drafts that have arrived, drop stale ones, and release requests whose draft is late or lost."""
         for event in self._client.poll():
             self._on_event(event, requests, now_s)
+        self._send(self.filing.take_seeds(self._drafters))
         self._expire_rounds(requests, now_s)
 
     def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:

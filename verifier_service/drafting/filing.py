@@ -6,24 +6,12 @@ their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 
 from outrider.verifier_service.drafting.drafter_record import DrafterRecord
-from outrider.verifier_service.messages.draft import Close, History, Open, VerifierMessage
+from outrider.verifier_service.messages.draft import Close, History, Open, Seed, VerifierMessage
+from outrider.verifier_service.messages.history import PastResponse, filed_under
 from outrider.verifier_service.messages.request import Request
-
-
-def filed_under(history_key: str | None, prompt_token_ids: Sequence[int]) -> str:
-    """Return the key of a response's history, which drafters are seeded under; "": none.
-
-    A request's own key is never that of a prompt.
-    """
-    if history_key is None:
-        prompt = array("i", prompt_token_ids).tobytes()
-        return f"prompt {hashlib.blake2b(prompt, digest_size=16).hexdigest()}"
-    return f"key {history_key}" if history_key else ""
 
 
 class Filing:
@@ -31,6 +19,7 @@ class Filing:
 
     def __init__(self, *, in_rollouts: bool) -> None:
         self._in_rollouts = in_rollouts
+        self._seeds: list[Seed] = []  # at once they would miss a drafter whose coming up was not read yet
         self.weight_version = ""  # of the target's weights, which the engine changes
 
     def opening(self, request: Request) -> Open:
@@ -53,6 +42,19 @@ class Filing:
             return {}
         opening = self.opening(request)
         return {drafter_id: [opening, Close(request_id=request.request_id)] for drafter_id in keeping}
+
+    def seed(self, request: Request, responses: Sequence[PastResponse]) -> None:
+        """Keep responses of a request's key that ended elsewhere, until `take_seeds`."""
+        if responses and self._in_rollouts and request.history_key != "":
+            history = self._history(request)
+            self._seeds.append(Seed(request_id=request.request_id, history=history, responses=tuple(responses)))
+
+    def take_seeds(self, drafters: Mapping[str, DrafterRecord]) -> dict[str, list[VerifierMessage]]:
+        """Return messages with the responses that `seed` has kept, to every drafter that keeps histories."""
+        if not self._seeds:
+            return {}
+        seeds, self._seeds = self._seeds, []
+        return {drafter_id: [*seeds] for drafter_id, record in drafters.items() if record.needs.history}
 
     def _history(self, request: Request) -> History:
         key = filed_under(request.history_key, request.token_ids[: request.num_prompt_tokens])

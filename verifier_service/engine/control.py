@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.engine import (
-    AbortAll,
+    AskState,
     ContinueGeneration,
     Control,
     ControlResult,
@@ -69,8 +69,9 @@ class EngineControl:
                 return self._pause(message)
             case ContinueGeneration():
                 return self._continue(message)
-            case AbortAll():
-                return self._abort(message)
+            case AskState():
+                self._answer(message.call_id, num_requests=len(self._engine.requests) + len(self._held))
+                return []
             case FlushCache():
                 self._flush(message)
                 return []
@@ -87,6 +88,8 @@ class EngineControl:
         num_requests = len(self._engine.requests)
         if message.mode is PauseMode.ABORT:
             outputs = self._engine.end_all(FinishReason.ABORT)
+        elif message.mode is PauseMode.RETRACT:
+            self._engine.scheduler.preempt_all()
         self._answer(message.call_id, num_requests=num_requests)
         return refused + outputs
 
@@ -110,16 +113,9 @@ class EngineControl:
         held, self._held = self._held, {}
         return [refusal for message in held.values() if (refusal := self._engine.add(message)) is not None]
 
-    def _abort(self, message: AbortAll) -> list[RequestOutput]:
-        self._answer(message.call_id, num_requests=len(self._engine.requests) + len(self._held))
-        held, self._held = self._held, {}
-        aborted = [RequestOutput.aborted(request_id, self._engine.weight_version) for request_id in held]
-        return [*self._engine.end_all(FinishReason.ABORT), *aborted]
-
     def _flush(self, message: FlushCache) -> None:
-        num_requests = len(self._engine.requests)
-        if num_requests:
-            self._answer(message.call_id, f"{num_requests} requests are not finished")
+        if num_running := len(self._engine.scheduler.running):
+            self._answer(message.call_id, f"{num_running} requests hold KV")
             return
         self._engine.scheduler.flush_cache()
         self._answer(message.call_id)
@@ -151,5 +147,6 @@ class EngineControl:
                 weight_version=self._engine.weight_version,
                 num_missing_tensors=self._num_missing,
                 num_requests=num_requests,
+                is_paused=self._engine.is_paused,
             )
         )

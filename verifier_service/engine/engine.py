@@ -111,6 +111,7 @@ class VerifierEngine:
             return RequestOutput.failed(message.request_id, str(error))
         self._requests[request.request_id] = request
         self._extras.add(message, grammar_state)
+        self.drafting.filing.seed(request, message.history)
         return None
 
     def cancel(self, request_id: str) -> None:

@@ -163,6 +163,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         num_kv_blocks=runner.num_blocks,
         step_times=profile_engine(engine, runner, spec),
         vocab_fingerprint=fingerprint_of(spec.model),
+        dtype=str(share.dtype).removeprefix("torch."),
     )
     shell.send_bytes(encode(ready))
     tell_phase("ready")

@@ -19,7 +19,6 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
-    AbortAll,
     BadRequest,
     Cancel,
     EngineLoad,
@@ -34,7 +33,7 @@ from outrider.verifier_service.messages.engine import (
     WeightChange,
     read_frame,
 )
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, encode
 from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
@@ -152,8 +151,7 @@ class EngineLoop:
             case _:
                 self._unpublished += self._engine.drain()
                 self._publish()  # a change of weights takes long
-                aborts = isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT
-                if aborts or isinstance(message, AbortAll):
+                if isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT:
                     self._abort_compiling()
                 self._unpublished += self._control.handle(message)
 
@@ -168,7 +166,14 @@ class EngineLoop:
     def _abort_compiling(self) -> None:
         """End the requests whose grammars are being compiled: the engine does not know them yet."""
         for message in [] if self._compiling is None else self._compiling.take_all():
-            self._failures.append(RequestOutput.aborted(message.request_id, self._engine.weight_version))
+            self._failures.append(
+                RequestOutput(
+                    request_id=message.request_id,
+                    token_ids=(),
+                    finish_reason=FinishReason.ABORT,
+                    weight_version=self._engine.weight_version,
+                )
+            )
 
     def _send_asks(self) -> None:
         if relays := self._drafts.take_outbox():

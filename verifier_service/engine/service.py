@@ -1,5 +1,7 @@
 """The verifier's gRPC service for gateways: one call per request; cancelling the call stops the request.
 
+Between requests a gateway calls what a trainer asks for.
+
 Only translates: a request's bytes pass to the engine unopened but for its id, outputs come back per request through a
 queue.
 """
@@ -13,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 import grpc
 
 from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.links.control_table import ControlTable, serve_control
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -74,10 +77,13 @@ class RequestTable:
 
 
 class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
-    """Serve `Generate` to gateways."""
+    """Serve `Generate` and `Control` to gateways."""
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
+    def __init__(self, table: RequestTable, control: ControlTable) -> None:
+        self._table, self._control = table, control
+
+    async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
+        return await serve_control(self._control, frame, context)
 
     async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
         try:

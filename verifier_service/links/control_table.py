@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from outrider.verifier_service.messages.engine import Control, ControlResult
+import grpc
+
+from outrider.proto import link_pb2
+from outrider.verifier_service.messages.engine import CONTROLS, Control, ControlResult
+from outrider.verifier_service.messages.wire import decode, encode
 
 
 class ControlTable:
@@ -46,3 +50,15 @@ class ControlTable:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(ConnectionError(reason))
+
+
+async def serve_control(
+    table: ControlTable, frame: link_pb2.Frame, context: grpc.aio.ServicerContext
+) -> link_pb2.Frame:
+    """Answer a gateway's `Control` call."""
+    try:
+        return link_pb2.Frame(payload=encode(await table.call(decode(frame.payload, CONTROLS))))
+    except (ValueError, ConnectionError) as error:
+        is_gone = isinstance(error, ConnectionError)
+        await context.abort(grpc.StatusCode.UNAVAILABLE if is_gone else grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PROTOCOL_VERSION = 6
+from outrider.verifier_service.messages.history import PastResponse
+
+PROTOCOL_VERSION = 7
 LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
@@ -93,6 +95,18 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """Remember responses that ended elsewhere, oldest first, for later ones of their key.
+
+    A response that the drafter has already is not kept twice, however often it is sent.
+    """
+
+    request_id: str  # that brought them
+    history: History
+    responses: tuple[PastResponse, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class States:
     """The target's tapped hidden states of committed tokens from `position` on, sent before the ask (`Commit`).
 
@@ -171,7 +185,7 @@ class Resync:
     lost_tensors: bool = False  # the link's tensor channel has failed: send states as bytes
 
 
-VerifierMessage = Open | States | Commit | Close
+VerifierMessage = Open | Seed | States | Commit | Close
 DrafterMessage = Draft | Resync
 
 

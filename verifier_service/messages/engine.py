@@ -53,6 +53,7 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # they end with finish reason `abort`, waiting ones too
     WAIT = "wait"  # they finish; the pause begins then. New requests queue
     KEEP = "keep"  # they stop between two steps and go on afterwards, with the KV that they have
+    RETRACT = "retract"  # the same, without their KV: prompt and output are computed again, by the weights that are then
 
 
 # What a door calls: it gives every call an id of its own and waits for the `ControlResult` with that id in an
@@ -83,15 +84,15 @@ class ContinueGeneration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushCache:
-    """Empty the prefix cache; refused while requests are here. An update needs none: see `weight_version`."""
+class AskState:
+    """Change nothing; the answer says whether the engine is paused, and its weights' version."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortAll:
-    """End all requests with finish reason `abort`; whether the engine is paused stays as it is."""
+class FlushCache:
+    """Empty the prefix cache; refused while requests hold KV. An update needs none: see `weight_version`."""
 
     call_id: str
 
@@ -135,8 +136,8 @@ class UpdateWeights:
 
 WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
 WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
-Control = PauseGeneration | ContinueGeneration | AbortAll | FlushCache | WeightChange
-CONTROLS = (PauseGeneration, ContinueGeneration, AbortAll, FlushCache, *WEIGHT_CHANGES)
+Control = PauseGeneration | ContinueGeneration | AskState | FlushCache | WeightChange
+CONTROLS = (PauseGeneration, ContinueGeneration, AskState, FlushCache, *WEIGHT_CHANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ class ControlResult:
     weight_version: str = ""  # after the call
     num_missing_tensors: int = 0  # of an update that is half here
     num_requests: int = 0  # aborted by the call, or kept
+    is_paused: bool = False  # after the call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ class EngineReady:
     num_kv_blocks: int
     step_times: tuple[StepTime, ...]
     vocab_fingerprint: str = ""  # empty: unknown
+    dtype: str = ""  # of the weights, as torch names it: bfloat16; empty: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

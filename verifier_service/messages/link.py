@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.draft import (
     DraftNeeds,
     Open,
     Resync,
+    Seed,
     States,
 )
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
@@ -116,7 +117,7 @@ class DrafterEndpoint:
     epoch: int
 
 
-VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
+VERIFIER_MESSAGES = (Open, Seed, States, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; Pong is handled by the link
 
 # The first payload of a verifier's answer to a gateway, sent once its engine has the request. If the verifier dies

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import Draft, DraftSampling, check_sampling_shape, require
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
 GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
@@ -56,6 +57,12 @@ class AcceptanceRule(enum.StrEnum):
     def is_lossy(self) -> bool:
         """Whether the output's law differs from the target's."""
         return self is AcceptanceRule.TYPICAL
+
+
+def require_lossless(rule: AcceptanceRule) -> None:
+    """Raise `ValueError` if a rule is lossy: in rollouts, a trainer's importance ratios would be biased."""
+    expected = f"lossless in rollouts, which {rule} is not: a trainer takes tokens for draws from the target's law"
+    require(not rule.is_lossy, "rejection_sample_method", expected)
 
 
 class LogprobsMode(enum.StrEnum):
@@ -231,6 +238,7 @@ class GenerationRequest:
     cache_salt: str = ""  # only requests with the same salt share prefixes
     # in rollouts: whose responses it drafts from and joins; None: those of its prompt, "": nobody's
     history_key: str | None = None
+    history: tuple[PastResponse, ...] = ()  # responses of that key which the verifier may lack, oldest first
     adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
@@ -337,13 +345,6 @@ class RequestOutput:
     def failed(cls, request_id: str, error: str) -> RequestOutput:
         """Return the only output of a request that cannot run."""
         return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
-
-    @classmethod
-    def aborted(cls, request_id: str, weight_version: str) -> RequestOutput:
-        """Return the only output of a request that was aborted before it began."""
-        return cls(
-            request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT, weight_version=weight_version
-        )
 
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:

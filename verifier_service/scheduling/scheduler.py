@@ -229,6 +229,11 @@ class Scheduler:
             self._groups.remove(request)
         self._tables.change_root(root)
 
+    def preempt_all(self) -> None:
+        """Free the KV of all running requests and queue them again. No step may be in flight."""
+        while self._running:
+            self._preempt()
+
     def flush_cache(self) -> None:
         """Empty the prefix cache. No request may be running."""
         self._pool.flush()
@@ -326,7 +331,7 @@ class Scheduler:
         if _wants_prompt_rows(request):  # at least one token: every running request owns KV
             num_wanted = min(num_wanted, max(1, step.num_prompt_rows_left))
         while (room := self._tables.room(request)) < num_wanted and self._running[-1] is not request:
-            self._preempt(self._running.pop(), step)
+            step.preempted.append(self._preempt())
         num_new = min(num_wanted, room)
         if num_new == 0:
             return
@@ -365,8 +370,9 @@ class Scheduler:
         request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
         return kept if kept.token_ids else None
 
-    def _preempt(self, request: Request, step: _Step) -> None:
-        """Free a running request's KV and queue it again; its prompt and output will be recomputed."""
+    def _preempt(self) -> Request:
+        """Free the least senior running request's KV and queue it again; its prompt and output will be recomputed."""
+        request = self._running.pop()
         self._free(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -375,7 +381,7 @@ class Scheduler:
         request.draft = None
         request.hold_until_s = None
         self._enqueue([request])
-        step.preempted.append(request)
+        return request
 
     def _max_total_tokens(self, request: Request) -> int:
         return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)

@@ -45,11 +45,7 @@ class Answer:
 
     async def unary(self) -> dict[str, Any]:
         """Generate to the end and return the response object."""
-        parts: dict[int, list[GatewayChunk]] = {}
-        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
-            async for index, chunk in chunks:
-                parts.setdefault(index, []).append(chunk)
-        whole = {index: joined(parts[index]) for index in sorted(parts)}
+        whole = await self.whole()
         answer: dict[str, Any] = {}
         choices = []
         shown = {index: self.shown(index) for index in whole}
@@ -84,6 +80,22 @@ class Answer:
             usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
         yield b"data: [DONE]\n\n"
+
+    async def whole(self) -> dict[int, GatewayChunk]:
+        """Generate to the end; return each choice as one chunk, by its index in the answer."""
+        parts: dict[int, list[GatewayChunk]] = {}
+        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                parts.setdefault(index, []).append(chunk)
+        return {index: joined(parts[index]) for index in sorted(parts)}
+
+    async def growing(self) -> AsyncIterator[tuple[int, GatewayChunk, GatewayChunk]]:
+        """Yield chunks as `chunks` does, each with its choice as it is so far."""
+        parts: dict[int, GatewayChunk] = {}
+        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                parts[index] = joined([parts[index], chunk]) if index in parts else chunk
+                yield index, chunk, parts[index]
 
     async def chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""

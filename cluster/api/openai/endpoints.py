@@ -212,8 +212,11 @@ def _body_schema(path: str, kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-async def read_json(request: Request) -> object:
-    """Read a JSON body of at most `MAX_BODY_BYTES`, which are counted; raises `InvalidRequest`."""
+async def read_json(request: Request, *, empty: object = None) -> object:
+    """Read a JSON body of at most `MAX_BODY_BYTES`, which are counted; raises `InvalidRequest`.
+
+    `empty`: what stands for no body; None: there must be one.
+    """
     body, timeout_s = bytearray(), request.app.state.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -223,7 +226,7 @@ async def read_json(request: Request) -> object:
                     raise BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
     except TimeoutError:
         raise BodyTooSlow(f"the body must come within {timeout_s:g} s") from None
-    return parse_json(bytes(body))
+    return empty if not body and empty is not None else parse_json(bytes(body))
 
 
 async def _on_outrider_error(request: Request, error: Exception) -> Response:

@@ -2,11 +2,12 @@
 
 With `return_token_ids` every choice also has `token_ids` (as in vLLM) and `token_origins`, and in a stream `tokens`:
 `[{"id", "text", "origin"}]`, whose texts join to the text of the choice. `origin` is "accepted", "recovered", "bonus"
-or "plain".
+or "plain". `weight_versions`, `[{"version", "start", "end"}]`, says which of these tokens which weights drew.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,8 @@ class ShownChoice:
             "token_ids": list(chunk.token_ids),
             "token_origins": [origin.value for origin in chunk.origins],
         }
+        if spans := [dataclasses.asdict(span) for span in chunk.weight_spans if span.version]:
+            fields["weight_versions"] = spans
         if streamed:
             fields["tokens"] = [{"id": t.id, "text": t.text, "origin": t.origin.value} for t in chunk.tokens]
         return fields

@@ -88,7 +88,7 @@ class ModelBody(BaseModel):
     model: str | None = None
 
 
-class _Body(ModelBody):
+class GenerationBody(ModelBody):
     """The fields of both completions and chat completions."""
 
     n: int | None = None
@@ -138,22 +138,23 @@ class _Body(ModelBody):
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that have the same name in `RequestInput`."""
-        shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
+        shared = {field.name for field in dataclasses.fields(RequestInput)} & GenerationBody.model_fields.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
         if structure is not None:
             fields |= {"structured": structure.output, "warnings": structure.warnings}
-        return fields | {"logit_bias": _token_biases(self.logit_bias or {})}
+        return fields | {"logit_bias": token_biases(self.logit_bias or {})}
 
 
-def _token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
+def token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    """Return biases by token id; raises `InvalidRequest`."""
     try:
         return {int(token_id): bias for token_id, bias in logit_bias.items()}
     except ValueError as error:
         raise InvalidRequest("logit_bias must have token ids as keys", "logit_bias") from error
 
 
-class CompletionBody(_Body):
+class CompletionBody(GenerationBody):
     prompt: (
         str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
@@ -262,7 +263,7 @@ class _TemplateFields(ModelBody):
         }
 
 
-class ChatBody(_Body, _TemplateFields):
+class ChatBody(GenerationBody, _TemplateFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -17,7 +17,9 @@ from outrider.cluster.common.errors import Overloaded
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.messages.request import (
+    FinishReason,
     LogitBias,
+    RequestOutput,
     SamplingParams,
     SpeculationMetrics,
     StructuredKind,
@@ -26,8 +28,8 @@ from outrider.verifier_service.messages.request import (
 
 
 @asynccontextmanager
-async def serving(backend, tokenizer):
-    running = await start_grpc_server(build_gateway(backend, tokenizer), "127.0.0.1:0")
+async def serving(backend, tokenizer, **options):
+    running = await start_grpc_server(build_gateway(backend, tokenizer, **options), "127.0.0.1:0")
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
     try:
         yield running, channel, generation_pb2_grpc.InferenceStub(channel)
@@ -183,6 +185,18 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     assert {name: getattr(request, name) for name in message} == message
 
 
+async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    prompt = pb.TokenIds(ids=[5])
+    async with serving(backend, tokenizer, rollouts=True) as (_, _, stub):
+        for fields in ({}, {"history_key": "k"}, {"history_key": "k", "store": True}, {"store": False}):
+            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, **fields))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, history_key="k" * 129))
+    assert [request.history_key for request in backend.requests] == [None, "k", "k", ""]
+    assert field_named_by(raised.value) == "history_key"
+
+
 @pytest.mark.parametrize(
     ("sampling", "structured"),
     [
@@ -230,6 +244,21 @@ async def test_what_is_shown_of_the_text(tokenizer, sampling, text):
         request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(**sampling))
         assert (await stub.GenerateUnary(request)).choices[0].text == text
         assert "".join([chunk.text async for chunk in stub.Generate(request)]) == text
+
+
+class TwoPolicies:
+    """A backend whose weights change after the first step."""
+
+    async def generate(self, request):
+        yield RequestOutput(request_id=request.request_id, token_ids=(5, 6), weight_version="1")
+        last = {"finish_reason": FinishReason.LENGTH, "weight_version": "2"}
+        yield RequestOutput(request_id=request.request_id, token_ids=(7, 8, 9), **last)
+
+
+async def test_an_answer_says_which_weights_drew_which_tokens(tokenizer):
+    async with serving(TwoPolicies(), tokenizer) as (_, _, stub):
+        (choice,) = (await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))).choices
+    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("1", 0, 2), ("2", 2, 5)]
 
 
 async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):

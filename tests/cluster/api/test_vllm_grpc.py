@@ -251,9 +251,19 @@ async def test_our_own_switches_come_as_metadata(tokenizer):
     assert (capped.sampling.logprobs_mode, free.sampling.logprobs_mode) == (LogprobsMode.PROCESSED, LogprobsMode.RAW)
 
 
+async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    async with serving(build_gateway(backend, tokenizer, rollouts=True)) as (_, stub):
+        for metadata in ([], [("x-outrider-history-key", "k")], [("x-outrider-store", "false")]):
+            await responses(stub, asks(), metadata)
+    assert [request.history_key for request in backend.requests] == [None, "k", ""]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
+        ("x-outrider-history-key", "k", "history_key"),
+        ("x-outrider-store", "maybe", "x-outrider-store"),
         ("x-outrider-disable-spec-decode", "maybe", "x-outrider-disable-spec-decode"),
         ("x-outrider-num-speculative-tokens", "few", "x-outrider-num-speculative-tokens"),
         ("x-outrider-num-speculative-tokens", "-1", "num_speculative_tokens"),

@@ -20,6 +20,11 @@ def test_rollouts_are_asked_for_and_our_own_engines():
     assert ServiceConfig(rollouts=True).verifier_spec.rollouts
     with pytest.raises(ValueError, match="rollouts"):
         ServiceConfig(model="m", engine="vllm", rollouts=True)
+    for several in (2, "1:2"):
+        with pytest.raises(ValueError, match="num_gateways must be 1 with rollouts"):
+            ServiceConfig(rollouts=True, num_gateways=several)
+    with pytest.raises(ValueError, match="rejection_sample_method must be lossless in rollouts"):
+        ServiceConfig(rollouts=True, speculative_config={"rejection_sample_method": "typical"})
 
 
 def test_a_target_without_a_drafter_looks_its_drafts_up():

@@ -340,3 +340,22 @@ async def test_a_verifier_without_an_engine_is_one_that_did_not_take_the_request
         await fleet.add(EngineVerifier())
         assert (await asyncio.wait_for(rest, 5)).token_ids == greedy_tokens(2)[1:]
         await stream.aclose()
+
+
+# --- under other weights ---
+
+
+@pytest.mark.parametrize(("second", "num_warnings"), [("1", 0), ("2", 1)])
+async def test_an_output_names_its_weights_and_other_ones_are_no_secret(
+    second: str, num_warnings: int, caplog: pytest.LogCaptureFixture
+):
+    def step(version: str, *token_ids: int) -> RequestOutput:
+        return RequestOutput(request_id="", token_ids=token_ids, weight_version=version)
+
+    lost = ScriptedVerifier([step("1", 5, 6)], end=UNAVAILABLE)
+    last = RequestOutput(request_id="", token_ids=(8,), weight_version=second, finish_reason=FinishReason.STOP)
+    async with fleet_of(lost, ScriptedVerifier([step(second, 7), last])) as fleet:
+        outputs = await fleet.generate(REQUEST)
+    assert [output.weight_version for output in outputs] == ["1", second, second]
+    warnings = [record for record in caplog.records if "goes on under weights '2'" in record.getMessage()]
+    assert len(warnings) == num_warnings

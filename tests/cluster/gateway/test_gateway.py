@@ -271,6 +271,15 @@ async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
     assert raised.value.field == "history_key"
 
 
+async def test_in_rollouts_a_lossy_rule_is_refused(tokenizer):
+    gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, rollouts=True)
+    for fields in ({}, {"logprobs": 0, "logprobs_mode": "processed_logprobs"}):
+        with pytest.raises(errors.InvalidRequest, match="lossless in rollouts") as raised:
+            await gateway.parse(RequestInput(prompt=[5], rejection_sample_method="typical", **fields))
+        assert raised.value.field == "rejection_sample_method"
+    await gateway.parse(RequestInput(prompt=[5], rejection_sample_method="block"))
+
+
 async def test_elsewhere_what_shall_not_be_stored_changes_nothing(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
     await collect(build_gateway(backend, tokenizer), prompt=[5], store=False)

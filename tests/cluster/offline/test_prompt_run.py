@@ -54,6 +54,7 @@ def context(tokenizer) -> RunContext:
         plan=off(DisabledReason.CONFIG),
         acceptance=AcceptanceRule.STANDARD,
         logprobs_mode=LogprobsMode.RAW,
+        rollouts=False,
         metrics=GatewayMetrics(CollectorRegistry(), model_name="m"),
         clock=lambda: 0.0,
     )

@@ -9,6 +9,7 @@ from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
+    FleetWeights,
     PolicyMode,
     RouteAsk,
     RouterPolicy,
@@ -318,3 +319,19 @@ def test_decisions_are_counted_when_they_are_made_and_when_they_change():
 def decisions(fleet):
     counts = fleet.core.snapshot(fleet.now_s).decisions
     return {(count.decision, count.reason): count.count for count in counts}
+
+
+class TestWeights:
+    def test_a_verifier_that_starts_late_is_told_where_the_fleets_weights_are(self):
+        core = RouterCore(RouterPolicy())
+        assert core.report_verifier(verifier_report("a"), 1.0).weights is None
+        new = {"weight_version": "7", "weights_taken_s": 5.0}
+        assert core.report_verifier(verifier_report("a", **new, weights_folder="/w"), 2.0).weights is None
+        told = core.report_verifier(verifier_report("late"), 2.0).weights
+        assert told == FleetWeights(version="7", taken_s=5.0, folder="/w")
+        assert core.report_verifier(verifier_report("late", **new), 2.1).weights is None
+
+    def test_weights_of_a_trainers_group_cannot_be_taken_later(self):
+        core = RouterCore(RouterPolicy())
+        core.report_verifier(verifier_report("a", weight_version="7", weights_taken_s=5.0), 1.0)
+        assert core.report_verifier(verifier_report("late"), 1.0).weights is None

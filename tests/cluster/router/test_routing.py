@@ -88,10 +88,25 @@ class TestVerifier:
 
     def test_says_why_there_is_none(self):
         fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
-        with pytest.raises(NoVerifierError, match="2 known, 1 reporting, 0 draining, 0 with other weights than the fleet, 1 excluded"):
+        with pytest.raises(NoVerifierError, match=r"2 known, 1 reporting, 0 draining, 0 with other .*, 1 excluded"):
             chosen(fleet, ask(excluded_verifier_ids=("failed",)))
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
+
+    def test_only_those_with_the_newest_weights_are_chosen(self):
+        old = {"weight_version": "default", "weights_taken_s": 0.0}
+        fleet = snapshot(
+            [
+                verifier("late", **old),
+                verifier("behind", weight_version="1", weights_taken_s=5.0),
+                verifier("new", num_running=90, weight_version="2", weights_taken_s=9.0),
+                verifier("half", weight_version="2", weights_taken_s=8.0, weights_error="broke off"),
+            ]
+        )
+        assert chosen(fleet).verifier_id == "new"
+        with pytest.raises(NoVerifierError, match="3 with other weights"):
+            chosen(fleet, ask(excluded_verifier_ids=("new",)))
+        assert chosen(snapshot([verifier("a", **old), verifier("b", num_running=1, **old)])).verifier_id == "a"
 
     def test_ties_spread_by_request_and_repeat(self):
         verifiers = [verifier(f"v{i}") for i in range(4)]

@@ -8,8 +8,11 @@ import pytest
 
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, History, Open, Resync
+from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, History, Open, Resync, Seed
+from outrider.verifier_service.messages.history import PastResponse
 
 GREEDY = DraftSampling(temperature=0.0)
 HISTORY = History(key="p", num_prompt_tokens=2)
@@ -73,3 +76,37 @@ def test_tokens_outside_the_vocabulary_are_not_remembered():
     bench.open("verifier", (*TOKENS, 100))
     bench.engine.handle("verifier", Close(request_id="r"))
     assert bench.found() == ()
+
+
+def seed(*token_ids: int, history: History = HISTORY) -> Seed:
+    return Seed(request_id="r", history=history, responses=(PastResponse(token_ids=token_ids),))
+
+
+def test_what_ended_elsewhere_is_found_once_it_was_said():
+    bench = Bench()
+    bench.engine.handle("verifier", seed(*TOKENS[2:]))
+    assert bench.found() == (22, 23)
+    assert bench.engine.counters.num_resyncs == 0, "it is no session's"
+
+
+def test_a_seed_that_names_no_key_or_no_tokens_of_the_vocabulary_leaves_nothing():
+    bench = Bench()
+    bench.engine.handle("verifier", seed(*TOKENS[2:], history=History(key="", num_prompt_tokens=2)))
+    assert bench.engine.counters.num_bad_messages == 0
+    bench.engine.handle("verifier", seed(*TOKENS[2:], 100))
+    assert bench.engine.counters.num_bad_messages == 1
+    assert bench.drafter.export() == SuffixDrafter(vocab_size=100).export()
+    assert bench.found() == ()
+
+
+def test_drafters_without_a_memory_pass_over_it():
+    engine = DraftEngine(NgramDrafter(vocab_size=100), clock=lambda: 0.0, config=DraftEngineConfig())
+    engine.handle("verifier", seed(20, 21))
+    assert engine.step() == []
+
+
+def test_a_hybrid_lets_its_look_ups_have_it():
+    bench = Bench()
+    hybrid = HybridDrafter({"suffix": bench.drafter, "ngram": NgramDrafter(vocab_size=100)}, {})
+    DraftEngine(hybrid, clock=lambda: 0.0, config=DraftEngineConfig()).handle("verifier", seed(*TOKENS[2:]))
+    assert bench.found() == (22, 23)

@@ -13,6 +13,7 @@ from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.prompt_history import PromptHistories, SavedHistories, SavedResponse
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
 from outrider.verifier_service.messages.draft import Draft, History
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.wire import encode
 
 PROMPT = [1, 2]
@@ -29,6 +30,10 @@ def key(name: str) -> SessionKey:
 
 def history(name: str, version: str = "") -> History:
     return History(key=name, num_prompt_tokens=len(PROMPT), weight_version=version)
+
+
+def past(*responses: list[int], age: int = 0) -> list[PastResponse]:
+    return [PastResponse(token_ids=tuple(response), age=age) for response in responses]
 
 
 def drafted(drafter: SuffixDrafter, name: str, output: list[int], version: str = "", session: str = "new") -> Draft:
@@ -123,15 +128,46 @@ def test_of_the_only_key_the_oldest_response_goes_first():
 
 def test_histories_are_seeded_exported_and_loaded():
     drafter, other = make(), make()
-    drafter.seed("p", [RESPONSE], weight_version="7")
+    drafter.seed(history("p", "7"), past(RESPONSE))
     end(drafter, "q", [30, 31, 32], "8")
-    other.seed("gone", [RESPONSE])
+    other.seed(history("gone"), past(RESPONSE))
     other.load(drafter.export())
     other.check_integrity([])
     assert drafted(other, "p", [20, 21], "8", session="a").token_ids == (22, 23, 24, 25)
     assert drafted(other, "q", [30], "8", session="b").token_ids == (31, 32)
     assert drafted(other, "gone", [20, 21], "8", session="c").token_ids == ()
     assert other.export() == drafter.export()
+
+
+def test_a_seed_brings_what_is_not_there_and_nothing_twice():
+    drafter, twin = make(), make()
+    end(drafter, "p", RESPONSE, "2")
+    end(twin, "p", RESPONSE, "2")
+    for _ in range(2):
+        drafter.seed(history("p", "2"), past([30, 31, 32], RESPONSE, [30, 31, 32]))
+    twin.seed(history("p", "2"), past([30, 31, 32], [30, 31, 32]))
+    drafter.check_integrity([])
+    assert drafter.export() == twin.export(), "as often as it was said at a time"
+    assert drafted(drafter, "p", [30], "2").token_ids[:2] == (31, 32)
+
+
+def test_what_is_seeded_ages_like_what_ended_here():
+    drafter = make(max_versions=3)
+    drafter.seed(history("p", "5"), past([20, 21, 22], age=3) + past([30, 31, 32], age=2) + past([40, 41, 42], age=1))
+    for version, found in (("5", [(), (31,), (41,)]), ("6", [(), (), (41,)]), ("7", [(), (), ()])):
+        drafts = [drafted(drafter, "p", [first], version, session=f"{first}") for first in (20, 30, 40)]
+        assert [draft.token_ids[:1] for draft in drafts] == found, version
+        drafter.check_integrity([key("20"), key("30"), key("40")])
+
+
+def test_what_is_seeded_behind_newer_responses_stays_as_long_as_they():
+    """A tree's texts leave it in the order in which they came."""
+    drafter = make(max_versions=2)
+    end(drafter, "p", RESPONSE, "1")
+    drafter.seed(history("p", "1"), past([30, 31, 32], age=1))
+    drafter.check_integrity([])
+    assert drafted(drafter, "p", [30], "2", session="a").token_ids[:1] == (31,)
+    assert drafted(drafter, "p", [30], "3", session="b").token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -147,12 +183,12 @@ def test_histories_are_seeded_exported_and_loaded():
 )
 def test_what_cannot_be_loaded_is_refused_and_changes_nothing(payload: bytes):
     drafter = make()
-    drafter.seed("p", [RESPONSE])
+    drafter.seed(history("p"), past(RESPONSE))
     before = drafter.export()
     with pytest.raises(ValueError):  # noqa: PT011  # of the wire, or of what it carries
         drafter.load(payload)
     with pytest.raises(ValueError, match="outside"):
-        drafter.seed("p", [[-1, 5]])
+        drafter.seed(history("p"), past([5, 6], [-1, 5]))
     assert drafter.export() == before
 
 
@@ -164,6 +200,9 @@ def test_books_hold_whatever_happens(seed: int):
         name, version = chance.choice("abc"), chance.choice("123")
         if chance.random() < 0.3:
             histories.use(name, version)
+        elif chance.random() < 0.3:
+            responses = [[chance.randrange(3) for _ in range(chance.randrange(12))] for _ in range(2)]
+            histories.seed(name, version, past(*responses, age=chance.randrange(3)))
         else:
             histories.add(name, version, [chance.randrange(3) for _ in range(chance.randrange(12))])
         histories.check_integrity()

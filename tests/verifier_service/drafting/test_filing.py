@@ -6,8 +6,11 @@ import pytest
 
 from fakes.engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open
+from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open, Seed
+from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
+
+RESPONSES = (PastResponse(token_ids=(7, 8), age=1), PastResponse(token_ids=(7, 9)))
 
 
 class Bench:
@@ -44,6 +47,11 @@ class Bench:
         request.token_ids += output
         self.client.take()
         self.coordinator.close(request)
+        return self.client.take()
+
+    def seeding(self, **fields: object) -> list[tuple[str, object]]:
+        self.coordinator.filing.seed(self.request(**fields), RESPONSES)
+        self.coordinator.receive({}, 0.0)
         return self.client.take()
 
 
@@ -102,3 +110,23 @@ def test_what_was_declined_or_never_began_is_not_sent():
     bench = Bench()
     assert bench.ending(bench.request(history_key=""), 7, 8) == []
     assert bench.ending(bench.request()) == []
+
+
+def test_what_ended_elsewhere_goes_to_every_drafter_that_keeps_it_under_the_requests_key():
+    bench = Bench()
+    bench.coordinator.filing.weight_version = "12"
+    history = bench.opening().history
+    assert bench.seeding() == [("keeps", Seed(request_id="r", history=history, responses=RESPONSES))]
+    bench.coordinator.receive({}, 0.0)
+    assert bench.client.take() == [], "once"
+
+
+def test_a_drafter_that_comes_up_with_the_request_has_it_too():
+    bench = Bench()
+    bench.client.events = [DrafterEvent(drafter_id="new", vocab_size=100, needs=DraftNeeds(history=True))]
+    assert [drafter_id for drafter_id, _ in bench.seeding()] == ["keeps", "new"]
+
+
+def test_a_request_that_declined_or_is_none_of_a_rollout_brings_nothing():
+    for bench, fields in ((Bench(), {"history_key": ""}), (Bench(rollouts=False), {})):
+        assert bench.seeding(**fields) == []

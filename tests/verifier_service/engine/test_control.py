@@ -208,7 +208,7 @@ def test_a_flush_empties_the_cache_and_waits_for_nobody():
             loop.say(make_request(name, prompt=LONG, max_tokens=4))
             loop.hear_until(lambda name=name: name in loop.finished())
         begin_and_wait_for_a_draft(loop, "busy")
-        assert call(loop, FlushCache(call_id="f")).error == "1 requests are not finished"
+        assert call(loop, FlushCache(call_id="f")).error == "1 requests hold KV"
         loop.say(Cancel(request_id="busy"))
         assert call(loop, FlushCache(call_id="g")).error is None
         loop.say(make_request("c", prompt=LONG, max_tokens=4))

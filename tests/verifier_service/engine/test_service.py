@@ -13,7 +13,8 @@ import pytest
 from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import EngineLostError, RequestTable, VerifierLinkServicer
-from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
+from outrider.verifier_service.links.control_table import ControlTable
+from outrider.verifier_service.messages.engine import AskState, BadRequest, Cancel, Control, ControlResult, read_frame
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.messages.wire import decode, encode
@@ -25,9 +26,9 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.received: list[Any] = []
         self.is_dead = False
-        self.table = RequestTable(self._send)
+        self.table, self.control = RequestTable(self._send), ControlTable(self._send)
 
-    def _send(self, message: bytes | Cancel) -> None:
+    def _send(self, message: bytes | Cancel | Control) -> None:
         if self.is_dead:
             raise ConnectionError("the engine is gone")
         read = read_frame(message) if isinstance(message, bytes) else message
@@ -51,21 +52,27 @@ async def settle() -> None:
 
 
 @contextlib.asynccontextmanager
-async def calling(engine: ScriptedEngine) -> AsyncIterator[Callable[[Any], Any]]:
-    """Serve the engine's table; yields a function from a request, or raw bytes, to the call."""
+async def served(engine: ScriptedEngine) -> AsyncIterator[Any]:
+    """Serve the engine's tables; yields a stub."""
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(engine.table), server)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(engine.table, engine.control), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
-        stub = link_pb2_grpc.VerifierLinkStub(channel)
+        yield link_pb2_grpc.VerifierLinkStub(channel)
+    await server.stop(grace=None)
+
+
+@contextlib.asynccontextmanager
+async def calling(engine: ScriptedEngine) -> AsyncIterator[Callable[[Any], Any]]:
+    """Yield a function from a request, or raw bytes, to the call."""
+    async with served(engine) as stub:
 
         def call(message: Any) -> Any:
             payload = message if isinstance(message, bytes) else encode(message)
             return stub.Generate(link_pb2.Frame(sender="g", payload=payload), timeout=20)
 
         yield call
-    await server.stop(grace=None)
 
 
 async def begin(engine: ScriptedEngine, request_id: str) -> Any:
@@ -221,7 +228,7 @@ async def test_closing_a_paused_generator_cancels_without_waiting_for_the_collec
     """As grpc leaves it when a call is cancelled while an output is being written."""
     engine = ScriptedEngine()
     frame = link_pb2.Frame(payload=encode(make_request("a")))
-    answers = VerifierLinkServicer(engine.table).Generate(frame, context=None)
+    answers = VerifierLinkServicer(engine.table, engine.control).Generate(frame, context=None)
     assert (await anext(answers)).payload == ACCEPTED
     await answers.aclose()
     await settle()
@@ -313,3 +320,50 @@ async def test_a_request_that_the_engine_refuses_is_an_invalid_argument():
         assert await status_of(stream) == (grpc.StatusCode.INVALID_ARGUMENT, "too long")
         assert engine.received == [make_request("a")], "there is nothing to cancel"
         assert len(engine.table) == 0
+
+
+# --- control ---
+
+
+@contextlib.asynccontextmanager
+async def controlling(engine: ScriptedEngine) -> AsyncIterator[Callable[[bytes], Any]]:
+    async with served(engine) as stub:
+        yield lambda payload: stub.Control(link_pb2.Frame(payload=payload), timeout=20)
+
+
+async def test_a_control_call_reaches_the_engine_and_its_result_the_caller():
+    engine = ScriptedEngine()
+    async with controlling(engine) as control:
+        answer = asyncio.ensure_future(_answered(control(encode(AskState(call_id="c")))))
+        await until(lambda: engine.received == [AskState(call_id="c")])
+        result = ControlResult(call_id="c", weight_version="7", is_paused=True)
+        engine.control.deliver([ControlResult(call_id="other"), result])
+        assert decode((await answer).payload, (ControlResult,)) == result
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", encode(Cancel(request_id="r")), encode(make_request("r"))])
+async def test_what_is_no_control_message_is_refused_and_the_engine_never_hears_of_it(payload: bytes):
+    engine = ScriptedEngine()
+    async with controlling(engine) as control:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await control(payload)
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert engine.received == []
+
+
+async def test_a_control_call_ends_with_the_engine():
+    engine = ScriptedEngine()
+    async with controlling(engine) as control:
+        answer = asyncio.ensure_future(_answered(control(encode(AskState(call_id="c")))))
+        await until(lambda: engine.received)
+        engine.control.fail("killed")
+        with pytest.raises(grpc.aio.AioRpcError, match="killed") as failure:
+            await answer
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.is_dead = True
+        with pytest.raises(grpc.aio.AioRpcError, match="the engine is gone"):
+            await control(encode(AskState(call_id="d")))
+
+
+async def _answered(call: Any) -> Any:
+    return await call

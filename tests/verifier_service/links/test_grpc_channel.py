@@ -14,6 +14,7 @@ from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig
 from outrider.verifier_service.links.grpc_channel import open_channel
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
@@ -52,7 +53,7 @@ async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
 
     table = RequestTable(engine)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(table), server)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(table, ControlTable(engine)), server)
     port = bind(server, "127.0.0.1:0", tls.server_credentials())
     await server.start()
     try:

@@ -27,7 +27,13 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.engine import UpdateWeights
+from outrider.verifier_service.messages.engine import (
+    ContinueGeneration,
+    FlushCache,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+)
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -200,6 +206,30 @@ def test_a_request_that_crosses_publishes_nothing_and_names_both_versions(
     engine.add(longer)
     assert finish(engine)["longer"][-1].num_cached_tokens <= len(PROMPTS[1]), "KV of two policies was found"
     served.turn(engine, served.old)
+
+
+@pytest.mark.parametrize("kind", [VerifierEngine, PipelinedEngine])
+def test_requests_that_were_retracted_go_on_as_the_new_weights_would(
+    served: Served, kind: type[VerifierEngine]
+) -> None:
+    engine = make_engine(served.runner, NoDrafts(), Limits(), kind=kind)
+    control = EngineControl(engine)
+    prompts = {"a": 4, "b": 7, "c": 3}
+    for name, prompt in prompts.items():
+        engine.add(request_of(name, prompt=prompt))
+    outputs = [output for _ in range(5) for output in engine.step() or []] + engine.drain()
+    control.handle(PauseGeneration(call_id="p", mode=PauseMode.RETRACT))
+    control.handle(FlushCache(call_id="f"))
+    assert [result.error for result in control.take_results()] == [None, None]
+    assert engine.scheduler.kv_usage == 0
+    served.turn(engine, served.new)
+    control.handle(ContinueGeneration(call_id="c"))
+    rest = finish(engine)
+    served.turn(engine, served.old)
+    for name, prompt in prompts.items():
+        begun = tuple(tokens_of([output for output in outputs if output.request_id == name]))
+        assert begun
+        assert tokens_of(rest[name]) == alone(served.fresh, request_of(name, prompt=prompt, output_token_ids=begun))
 
 
 def test_siblings_of_a_request_that_crosses_compute_their_prompt(served: Served) -> None:

@@ -1,0 +1,1 @@
+"""The endpoints that trainers already speak: SGLang's native ones, vLLM's, prime-rl's."""

@@ -1,0 +1,201 @@
+"""What a trainer asks of all verifiers at once, between two steps of each: pause, go on, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from outrider.cluster.common.errors import InvalidRequest, RequestFailed, Unavailable
+from outrider.cluster.router.fleet import FleetSnapshot, FleetWeights, VerifierReport
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.messages.engine import (
+    AskState,
+    ContinueGeneration,
+    Control,
+    ControlResult,
+    DestroyWeightsGroup,
+    FlushCache,
+    InitWeightsGroup,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+)
+from outrider.verifier_service.messages.wire import WireError, decode, encode
+
+CallVerifier = Callable[[str, Control], Awaitable[ControlResult]]  # endpoint and message; raises `ConnectionError`
+
+
+async def call_verifier(credentials: LinkCredentials | None, endpoint: str, message: Control) -> ControlResult:
+    """Send one control message to a verifier, and wait for its result; a pause may wait for long requests."""
+    async with open_channel(endpoint, credentials) as channel:
+        try:
+            answer = await link_pb2_grpc.VerifierLinkStub(channel).Control(link_pb2.Frame(payload=encode(message)))
+            result: ControlResult = decode(answer.payload, (ControlResult,))
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(str(error.details())) from error
+        except WireError as error:
+            raise ConnectionError(str(error)) from error
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetResult:
+    """What the verifiers answered together."""
+
+    weight_versions: tuple[str, ...]  # one per verifier
+    is_paused: bool  # no verifier runs steps
+    num_requests: int = 0  # aborted by the call, or kept
+    num_missing_tensors: int = 0  # of an update that is half here
+
+    @property
+    def weight_version(self) -> str:
+        """The version of all verifiers, or theirs in order, joined by commas."""
+        return ",".join(dict.fromkeys(self.weight_versions))
+
+
+class FleetControl:
+    """Calls every verifier of the fleet, at the same time; each call may be repeated.
+
+    A call that fails at one verifier is an error that names it; the others have done what was asked. Then the same call
+    again does the rest. Raises `Unavailable` without a verifier or if one cannot be reached, `InvalidRequest` if one
+    refuses.
+    """
+
+    def __init__(self, snapshot: Callable[[], FleetSnapshot | None], call: CallVerifier) -> None:
+        self._snapshot, self._call = snapshot, call
+
+    @property
+    def verifiers(self) -> Sequence[VerifierReport]:
+        """All that do not drain, in a fixed order: their ranks in a trainer's group follow each other so."""
+        snapshot = self._snapshot()
+        reports = [] if snapshot is None else [state.report for state in snapshot.verifiers]
+        return sorted((report for report in reports if not report.draining), key=lambda report: report.verifier_id)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that a trainer's group needs beside the trainer."""
+        return sum(report.num_ranks for report in self.verifiers)
+
+    @property
+    def reported_version(self) -> str:
+        """What the newest weights are called, by the verifiers' last reports; "" without a verifier."""
+        weights = FleetWeights.of(self.verifiers)
+        return "" if weights is None else weights.version
+
+    async def state(self) -> FleetResult:
+        """Return what holds now: reports lag behind."""
+        return await self._on_all(lambda call_id, _: AskState(call_id=call_id))
+
+    async def pause(self, mode: PauseMode) -> FleetResult:
+        return await self._on_all(lambda call_id, _: PauseGeneration(call_id=call_id, mode=mode))
+
+    async def resume(self) -> FleetResult:
+        return await self._on_all(lambda call_id, _: ContinueGeneration(call_id=call_id))
+
+    async def flush(self) -> FleetResult:
+        """Empty the prefix caches; raises `InvalidRequest` while requests hold KV."""
+        return await self._on_all(lambda call_id, _: FlushCache(call_id=call_id))
+
+    async def update_from_folder(self, folder: str, weight_version: str | None = None) -> FleetResult:
+        """Take a checkpoint's weights; without a version, under the next number."""
+        version = weight_version or await self._next_version()
+        return await self._on_all(
+            lambda call_id, _: UpdateWeights(call_id=call_id, folder=folder, weight_version=version)
+        )
+
+    async def join_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> FleetResult:
+        """Join a trainer's group, whose rank 0 is the trainer; returns once all its ranks are here."""
+        if rank_offset < 1 or world_size < rank_offset + self.num_ranks:
+            expected = f"rank_offset >= 1 and {self.num_ranks} ranks from there on, not {rank_offset} of {world_size}"
+            raise InvalidRequest(f"world_size must leave room for the verifiers: {expected}", "world_size")
+        return await self._on_all(
+            lambda call_id, num_before: InitWeightsGroup(
+                call_id=call_id,
+                master_address=master_address,
+                master_port=master_port,
+                rank_offset=rank_offset + num_before,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+            )
+        )
+
+    async def leave_group(self, group_name: str) -> FleetResult:
+        return await self._on_all(lambda call_id, _: DestroyWeightsGroup(call_id=call_id, group_name=group_name))
+
+    async def update_from_group(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        is_flattened: bool = False,
+        weight_version: str | None = None,
+    ) -> FleetResult:
+        """Receive one bucket of tensors; `num_missing_tensors` says how many the update still lacks."""
+        version = weight_version or await self._next_version()
+        return await self._on_all(
+            lambda call_id, _: UpdateWeights(
+                call_id=call_id,
+                names=tuple(names),
+                dtypes=tuple(dtypes),
+                shapes=tuple(tuple(shape) for shape in shapes),
+                group_name=group_name,
+                is_flattened=is_flattened,
+                weight_version=version,
+            )
+        )
+
+    async def _next_version(self) -> str:
+        """Return the number after the fleet's highest."""
+        versions = (await self.state()).weight_versions
+        return str(1 + max((int(version) for version in versions if version.isdecimal()), default=0))
+
+    async def _on_all(self, message: Callable[[str, int], Control]) -> FleetResult:
+        """Send each verifier the message of a new call id and of how many ranks come before its own."""
+        reports = self.verifiers
+        if not reports:
+            raise Unavailable("no verifier is ready")
+        num_before, calls = 0, []
+        for report in reports:
+            calls.append(self._call(report.endpoint, message(uuid.uuid4().hex, num_before)))
+            num_before += report.num_ranks
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        results = [self._checked(report, answer) for report, answer in zip(reports, answers, strict=True)]
+        return FleetResult(
+            weight_versions=tuple(result.weight_version for result in results),
+            is_paused=all(result.is_paused for result in results),
+            num_requests=sum(result.num_requests for result in results),
+            num_missing_tensors=max(result.num_missing_tensors for result in results),
+        )
+
+    def _checked(self, report: VerifierReport, answer: ControlResult | BaseException) -> ControlResult:
+        """Return a verifier's result; raises its error."""
+        if isinstance(answer, ConnectionError):
+            raise Unavailable(f"verifier {report.verifier_id} cannot be reached: {answer}") from answer
+        if isinstance(answer, BaseException):
+            raise RequestFailed(f"verifier {report.verifier_id}: {answer!r}") from answer
+        if answer.error is not None:
+            raise InvalidRequest(f"verifier {report.verifier_id}: {answer.error}")
+        return answer
+
+
+def verifier_calls(credentials: LinkCredentials | None) -> CallVerifier:
+    """Return `call_verifier` with the links' credentials."""
+    return functools.partial(call_verifier, credentials)

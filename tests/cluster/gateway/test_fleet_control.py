@@ -1,0 +1,115 @@
+"""A trainer's call reaches every verifier once; ranks follow each other; an error names its verifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fakes.reports import verifier_report
+from outrider.cluster.common.errors import InvalidRequest, Unavailable
+from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.cluster.router.fleet import FleetSnapshot, VerifierState
+from outrider.verifier_service.messages.engine import (
+    AskState,
+    Control,
+    ControlResult,
+    InitWeightsGroup,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+)
+from outrider.verifier_service.messages.request import SpeculationPlan
+
+
+class Fleet:
+    """Verifiers that the test answers for."""
+
+    def __init__(self, *verifiers: Any) -> None:
+        self.calls: list[tuple[str, Control]] = []
+        self.answers: dict[str, Any] = {}  # by endpoint: a `ControlResult`, or an error
+        states = [VerifierState(report=report, reported_s=0.0, default_plan=SpeculationPlan()) for report in verifiers]
+        self.control = FleetControl(
+            lambda: FleetSnapshot(verifiers=tuple(states), drafters=(), decided_at_s=0.0), self._call
+        )
+
+    async def _call(self, endpoint: str, message: Control) -> ControlResult:
+        self.calls.append((endpoint, message))
+        answer = self.answers.get(endpoint, ControlResult(call_id=""))
+        if isinstance(answer, Exception):
+            raise answer
+        return replace(answer, call_id=message.call_id)
+
+    def sent(self, kind: type) -> list[Any]:
+        return [message for _, message in self.calls if isinstance(message, kind)]
+
+
+GROUP = {"master_address": "127.0.0.1", "master_port": 5, "group_name": "g", "backend": "gloo"}
+
+
+async def test_every_verifier_that_does_not_drain_hears_it_once_under_an_id_of_its_own():
+    fleet = Fleet(verifier_report("b"), verifier_report("a"), verifier_report("gone", draining=True))
+    fleet.answers = {
+        "a:1": ControlResult(call_id="", num_requests=2, is_paused=True, weight_version="3"),
+        "b:1": ControlResult(call_id="", num_requests=1, is_paused=False, weight_version="3"),
+    }
+    result = await fleet.control.pause(PauseMode.KEEP)
+    assert [endpoint for endpoint, _ in fleet.calls] == ["a:1", "b:1"]
+    assert {message.mode for message in fleet.sent(PauseGeneration)} == {PauseMode.KEEP}
+    assert len({message.call_id for message in fleet.sent(PauseGeneration)}) == 2
+    assert (result.num_requests, result.is_paused, result.weight_version) == (3, False, "3")
+
+
+async def test_ranks_of_a_group_follow_each_other():
+    fleet = Fleet(verifier_report("a", num_ranks=2), verifier_report("b", num_ranks=4))
+    assert fleet.control.num_ranks == 6
+    await fleet.control.join_group(**GROUP, rank_offset=1, world_size=7)
+    assert [message.rank_offset for message in fleet.sent(InitWeightsGroup)] == [1, 3]
+    assert {message.world_size for message in fleet.sent(InitWeightsGroup)} == {7}
+
+
+@pytest.mark.parametrize(("rank_offset", "world_size"), [(0, 7), (1, 6), (2, 7)])
+async def test_a_group_without_room_is_refused_before_anyone_waits_in_it(rank_offset: int, world_size: int):
+    fleet = Fleet(verifier_report("a", num_ranks=2), verifier_report("b", num_ranks=4))
+    with pytest.raises(InvalidRequest, match="world_size") as refusal:
+        await fleet.control.join_group(**GROUP, rank_offset=rank_offset, world_size=world_size)
+    assert refusal.value.field == "world_size"
+    assert fleet.calls == []
+
+
+async def test_weights_without_a_name_get_the_next_number_of_the_fleet():
+    fleet = Fleet(verifier_report("a"), verifier_report("b"))
+    fleet.answers = {
+        "a:1": ControlResult(call_id="", weight_version="default"),
+        "b:1": ControlResult(call_id="", weight_version="9"),
+    }
+    await fleet.control.update_from_folder("/w")
+    assert len(fleet.sent(AskState)) == 2
+    assert {message.weight_version for message in fleet.sent(UpdateWeights)} == {"10"}
+    await fleet.control.update_from_folder("/w", "mine")
+    assert {message.weight_version for message in fleet.sent(UpdateWeights)} == {"10", "mine"}
+    await fleet.control.update_from_group(names=["x"], dtypes=["float32"], shapes=[[2, 3]], group_name="g")
+    assert fleet.sent(UpdateWeights)[-1].shapes == ((2, 3),)
+    assert fleet.sent(UpdateWeights)[-1].weight_version == "10"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (ConnectionError("refused"), Unavailable),
+        (ControlResult(call_id="", error="another model"), InvalidRequest),
+    ],
+)
+async def test_a_verifier_that_fails_is_named_once_all_have_answered(answer: Any, kind: type[Exception]):
+    fleet = Fleet(verifier_report("a"), verifier_report("b"))
+    fleet.answers = {"a:1": answer}
+    with pytest.raises(kind, match="verifier a"):
+        await fleet.control.update_from_folder("/w", "1")
+    assert [endpoint for endpoint, _ in fleet.calls] == ["a:1", "b:1"]
+
+
+async def test_without_a_verifier_there_is_nothing_to_call():
+    with pytest.raises(Unavailable, match="no verifier is ready"):
+        await Fleet().control.resume()
+    assert Fleet().control.reported_version == ""

@@ -1,0 +1,75 @@
+"""A late verifier takes the fleet's weights, once, and not over weights that a trainer gave it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from fakes.reports import IDLE
+from outrider.cluster.replicas.missed_weights import MissedWeights
+from outrider.cluster.router.fleet import FleetWeights
+from outrider.verifier_service.links.control_table import ControlTable
+from outrider.verifier_service.messages.engine import AskState, Control, ControlResult, UpdateWeights
+
+WEIGHTS = FleetWeights(version="7", taken_s=100.0, folder="/w/7")
+
+
+class Played:
+    """An engine that the test answers for."""
+
+    def __init__(self) -> None:
+        self.calls: list[Control] = []
+        self.load = IDLE
+        self.control = ControlTable(self.calls.append)
+        self.missed = MissedWeights(self.control, lambda: self.load, retry_s=0.0)
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def answers(self, error: str | None = None) -> None:
+        self.control.deliver([ControlResult(call_id=self.calls[-1].call_id, error=error)])
+        await self.settle()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Played]:
+    played = Played()
+    task = asyncio.create_task(played.missed.take_forever())
+    yield played
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_takes_what_it_missed_and_tries_again_after_an_error(engine: Played):
+    engine.missed.follow(None)
+    await engine.settle()
+    assert engine.calls == []
+    engine.missed.follow(WEIGHTS)
+    await engine.settle()
+    (call,) = engine.calls
+    assert isinstance(call, UpdateWeights)
+    assert (call.folder, call.weight_version) == ("/w/7", "7")
+    for _ in range(5):  # directives of reports that were sent meanwhile
+        engine.missed.follow(WEIGHTS)
+    engine.load = replace(IDLE, weights_taken_s=0.0)
+    await engine.answers(error="no such folder")
+    assert len(engine.calls) == 2  # the directive that waited
+    engine.load = replace(IDLE, weights_taken_s=101.0)
+    await engine.answers()
+    engine.missed.follow(WEIGHTS)
+    await engine.settle()
+    assert len(engine.calls) == 2
+
+
+async def test_it_leaves_a_verifier_alone_that_is_being_given_weights(engine: Played):
+    asking = asyncio.create_task(engine.control.call(AskState(call_id="trainer")))
+    await engine.settle()
+    engine.missed.follow(WEIGHTS)
+    await engine.settle()
+    assert engine.calls == [AskState(call_id="trainer")]
+    await engine.answers()
+    await asking

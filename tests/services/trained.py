@@ -1,0 +1,151 @@
+"""A trainer that changes a live service's weights while streams run, and what goes wrong with it.
+
+All updates bring the very weights that are there, under versions of their own: so every stream must have the tokens of
+plain decoding, whichever versions drew them, and what counts is that none is lost. That other weights give other
+tokens: tests/cluster/api/rollouts, and the study `updates`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject
+from services.live_service import LiveService, SharedRay, wait_for
+from tiny.refits import trainer
+
+NUM_VERIFIERS = 2
+CALL_TIMEOUT_S = 120.0
+CATCH_UP_TIMEOUT_S = 90.0
+UPDATE = "/update_weights_from_disk"
+
+
+class TrainedDrill(Drill):
+    """After each failure all verifiers must serve one version: the last that any of them took."""
+
+    def wait_until_whole(self) -> None:
+        super().wait_until_whole()
+        assert isinstance(self.service, LiveService)
+        wait_for(lambda: len(_versions(self.service)) == 1, CATCH_UP_TIMEOUT_S)
+        body = {"text": "import os\n", "sampling_params": {"max_new_tokens": 2}}
+        drawn = _post(self.service, "/generate", body).json()["meta_info"]["weight_version"]
+        assert {drawn} == _versions(self.service)
+
+
+def _versions(service: Any) -> set[str]:
+    loads = [state.report.load for state in service.call("Router", "snapshot").verifiers]
+    assert not any(load.weights_error for load in loads)
+    return {load.weight_version for load in loads}
+
+
+def _post(service: LiveService, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{service.base_url}{path}", json=body, timeout=CALL_TIMEOUT_S)
+
+
+def _update(service: LiveService, folder: str | None = None) -> httpx.Response:
+    return _post(service, UPDATE, {"model_path": folder or service.config.model.target_path})
+
+
+def _takes_weights(service: LiveService, index: int) -> Inject:
+    def inject() -> None:
+        assert _update(service).status_code == 200
+
+    return inject
+
+
+def _while_updating(strike: Callable[[LiveService, int], Inject]) -> Callable[[LiveService, int], Inject]:
+    """Strike a little later in an update each time. Whether the update succeeds is open: it ends."""
+
+    def prepare(service: LiveService, index: int) -> Inject:
+        inject = strike(service, index)
+
+        def during() -> None:
+            updating = threading.Thread(target=_update, args=(service,))
+            updating.start()
+            time.sleep(0.01 * (index % 10))
+            inject()
+            updating.join(CALL_TIMEOUT_S)
+            assert not updating.is_alive()
+
+        return during
+
+    return prepare
+
+
+def _kill_verifier(service: LiveService, index: int) -> Inject:
+    replicas = service.all_rank_pids("Verifier")
+    pid = replicas[index % len(replicas)][0]
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+def _kill_router(service: LiveService, index: int) -> Inject:
+    pid = service.call("Router", "pid")
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+def _cut_checkpoint(service: LiveService, index: int) -> Inject:
+    """A folder whose tensors end too early is refused whole."""
+
+    def inject() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(shutil.copytree(service.config.model.target_path, Path(folder) / "cut"))
+            tensors = copy / "model.safetensors"
+            os.truncate(tensors, tensors.stat().st_size - 4096)
+            assert _update(service, str(copy)).status_code == 400
+
+    return inject
+
+
+def _trainer_dies(service: LiveService, index: int) -> Inject:
+    """A trainer joins, sends a part, and dies within the next broadcast; the weights stay the old ones."""
+
+    def inject() -> None:
+        folder = service.config.model.target_path
+        with trainer(num_ranks=NUM_VERIFIERS) as training:
+            joining = training.joins()
+            fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+            body = {name: getattr(joining, name) for name in fields}
+            assert _post(service, "/init_weights_update_group", body).status_code == 200
+            first, second = training.buckets(folder, 2)
+            assert _receive(service, training.sends(folder, first)).status_code == 200
+            message = training.tells(folder, second)
+            answers: list[httpx.Response] = []
+            receiving = threading.Thread(target=lambda: answers.append(_receive(service, message)))
+            receiving.start()
+            time.sleep(0.02 * (index % 5))
+            training.dies()
+            receiving.join(CALL_TIMEOUT_S)
+            assert [answer.status_code for answer in answers] == [400]
+
+    return inject
+
+
+def _receive(service: LiveService, message: Any) -> httpx.Response:
+    body = {"names": message.names, "dtypes": message.dtypes, "shapes": message.shapes}
+    return _post(service, "/update_weights_from_distributed", {**body, "group_name": message.group_name})
+
+
+TRAINED_CASES = (
+    Case("weights from a folder", _takes_weights),
+    Case("verifier killed while it takes weights", _while_updating(_kill_verifier)),
+    Case("router killed while weights are taken", _while_updating(_kill_router)),
+    Case("a checkpoint that ends too early", _cut_checkpoint),
+    Case("trainer killed within a broadcast", _trainer_dies),
+)
+
+
+def trained_drill(shared_ray: SharedRay) -> TrainedDrill:
+    """Two verifiers and a drafter, in rollouts."""
+    service = shared_ray.service(
+        num_verifiers=NUM_VERIFIERS, num_drafters=1, rollouts=True, engine_timeout_s=ENGINE_TIMEOUT_S
+    )
+    return TrainedDrill(service, num_verifiers=NUM_VERIFIERS, num_drafters=1)
