@@ -78,20 +78,8 @@ except ImportError:
                 time.sleep(1.0)
             raise TimeoutError("the cache is not flushed")
 
-        def init_weights_update_group(
-            self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-        ) -> Any:
-            return self._make_request(
-                "init_weights_update_group",
-                {
-                    "master_address": master_address,
-                    "master_port": master_port,
-                    "rank_offset": rank_offset,
-                    "world_size": world_size,
-                    "group_name": group_name,
-                    "backend": backend,
-                },
-            )
+        def init_weights_update_group(self, **fields: Any) -> Any:
+            return self._make_request("init_weights_update_group", fields)
 
         def destroy_weights_update_group(self, group_name: str) -> Any:
             return self._make_request("destroy_weights_update_group", {"group_name": group_name})

@@ -23,10 +23,10 @@ def service(running_service: RolloutService) -> RolloutService:
 
 
 @pytest.fixture(scope="session")
-def old(running_service: RolloutService) -> Reference:
-    return Reference(running_service.old)
+def old() -> Reference:
+    return Reference(is_new=False)
 
 
 @pytest.fixture(scope="session")
-def new(running_service: RolloutService) -> Reference:
-    return Reference(running_service.new)
+def new() -> Reference:
+    return Reference(is_new=True)

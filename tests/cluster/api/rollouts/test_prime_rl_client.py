@@ -1,4 +1,4 @@
-"""prime-rl at the doors: health, weights from a folder between pause and resume, tokens with their log probabilities."""
+"""prime-rl at the doors: health, weights from a folder between pause and resume, tokens with log probabilities."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_torchrl_pauses_until_nothing_runs(service: RolloutService, mode: str):
         service.url, master_address="127.0.0.1", master_port=1, rank=0, world_size=2, timeout=20.0, pause_mode=mode
     )
     outputs: list[Any] = []
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200, "temperature": 0.0, "ignore_eos": True}}
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 240, "temperature": 0.0, "ignore_eos": True}}
     thread = threading.Thread(target=lambda: outputs.append(post(service, "generate", body)))
     thread.start()
     deadline_s = time.monotonic() + 20.0
@@ -95,5 +95,5 @@ def test_sglangs_own_client(service: RolloutService):
     endpoint = RuntimeEndpoint(service.url)
     assert endpoint.get_model_name() == str(service.old)
     assert endpoint.get_server_info()["tp_size"] == 1
-    endpoint.cache_prefix("the quick brown fox")
+    endpoint.cache_prefix("0 1")
     endpoint.flush_cache()

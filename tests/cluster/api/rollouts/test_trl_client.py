@@ -9,7 +9,8 @@ import pytest
 import requests
 
 from fakes.trainers.trl import GenerationClient, VLLMClient, completion_body
-from tiny.rollout_service import MAX_MODEL_LEN, Reference, RolloutService
+from tiny.rollout_service import Reference, RolloutService
+from tiny.trained_fleet import MAX_MODEL_LEN
 
 PROMPT = [7, 20, 31, 8, 99, 120]
 
