@@ -50,7 +50,7 @@ ROOMS = {
     "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
     "drafter_service/service": (
         "proto engine lookup heads head_drafters models target verifier_service verifier_service/messages "
-        "verifier_service/model verifier_service/links verifier_service/engine"
+        "verifier_service/model verifier_service/links verifier_service/engine verifier_service/refit"
     ),
     "drafter_service/embedded": "service",
     "drafter_service/shipped": "service",

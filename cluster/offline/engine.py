@@ -26,7 +26,13 @@ from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, UpdateWeights
+from outrider.verifier_service.messages.engine import (
+    ControlResult,
+    PeerState,
+    UpdateDraftWeights,
+    UpdateWeights,
+    WeightChange,
+)
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
@@ -58,6 +64,7 @@ class PipeDraftClient:
         self._relay = RelayDraftClient()
         self._drafter_id = drafter_id
         self._is_up = True
+        self._results: list[ControlResult] = []  # not taken yet
         self.load: DrafterLoad | None = None  # the last reported
         self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=ready.vocab_size, needs=ready.needs))
 
@@ -67,13 +74,18 @@ class PipeDraftClient:
             self._writer.write(encode(relay))
 
     def poll(self) -> list[DrafterEvent]:
-        with self._noticing_loss():
-            while self._is_up and self._pipe.poll(0):
-                update = decode(self._pipe.recv_bytes(), (DrafterUpdate,))
-                self.load = update.load or self.load
-                for relay in update.relays:
-                    self._relay.feed(relay)
+        self._read()
         return self._relay.poll()
+
+    def change_weights(self, message: UpdateDraftWeights) -> ControlResult:
+        """Give the drafter new weights of its own; wait until it has answered."""
+        self._writer.write(encode(message))
+        while self._is_up and not self._results:
+            self.wait(JOIN_TIMEOUT_S)
+            self._read()
+        if self._results:
+            return self._results.pop()
+        return ControlResult(call_id=message.call_id, error="the drafter's process has ended")
 
     def close(self) -> None:
         """Close the pipe: the drafter reads end of file and stops."""
@@ -87,6 +99,16 @@ class PipeDraftClient:
                 self._pipe.poll(timeout_s)
         else:
             time.sleep(timeout_s)
+
+    def _read(self) -> None:
+        """Take in what has arrived."""
+        with self._noticing_loss():
+            while self._is_up and self._pipe.poll(0):
+                update = decode(self._pipe.recv_bytes(), (DrafterUpdate,))
+                self.load = update.load or self.load
+                self._results.extend(update.results)
+                for relay in update.relays:
+                    self._relay.feed(relay)
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Iterator[None]:
@@ -161,11 +183,12 @@ class OfflineEngine:
             self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
             show = None
             if drafter is not None and process is None:
-                self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
+                self.drafts, show = open_local_drafter(drafter, runner, *_load_draft_model(opening, drafter))
             self.engine, self.runner, self.model = build_engine(runner, spec, self.drafts), runner, runner.model
             self.engine.stats.graphs = runner.graph_counts
             self._change_weights = weights.change
-            self._control = EngineControl(self.engine, weights.change)
+            self._change_draft = None if isinstance(self.drafts, NoDrafters) else self.drafts.change_weights
+            self._control = EngineControl(self.engine, weights.change, self._change_draft)
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)
@@ -211,6 +234,7 @@ class OfflineEngine:
             clock=time.monotonic,
             check_integrity=self.config.check_integrity,
             change_weights=self._change_weights,
+            change_draft=self._change_draft,
         ).run()
 
     def update_weights(self, folder: str, weight_version: str | None) -> None:
@@ -218,9 +242,16 @@ class OfflineEngine:
 
         If the copy fails half-way, the engine refuses all requests until a whole update succeeds.
         """
+        self._change(UpdateWeights(call_id="", folder=folder, weight_version=weight_version))
+
+    def update_draft_weights(self, folder: str, weight_version: str | None) -> None:
+        """Give the drafter a checkpoint's weights, while no request runs; raises `ValueError` if they are refused."""
+        self._change(UpdateDraftWeights(call_id="", folder=folder, weight_version=weight_version))
+
+    def _change(self, message: UpdateWeights | UpdateDraftWeights) -> None:
         assert not self.engine.has_work(), "weights change between requests"
         self.engine.drain()
-        self._control.handle(UpdateWeights(call_id="", folder=folder, weight_version=weight_version))
+        self._control.handle(message)
         (result,) = self._control.take_results()
         if result.error is not None:
             raise ValueError(result.error)
@@ -239,10 +270,14 @@ class OfflineEngine:
         self.close()
 
 
-def _load_draft_model(opening: contextlib.ExitStack, spec: DrafterSpec) -> ParallelRunner | None:
+def _load_draft_model(
+    opening: contextlib.ExitStack, spec: DrafterSpec
+) -> tuple[ParallelRunner | None, Callable[[WeightChange], int] | None]:
+    """Load a drafter's model, if it has one; return its runner and what changes its weights."""
     if not spec.loads_model or spec.model is None:
-        return None
-    return _load_here(opening, run_drafter_rank, spec, spec.model)[0]
+        return None, None
+    runner, weights = _load_here(opening, run_drafter_rank, spec, spec.model)
+    return runner, weights.change
 
 
 def _load_here(

@@ -23,6 +23,7 @@ from outrider.cluster.router.scaling_figures import drafter_figures
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterIdentity
@@ -40,6 +41,8 @@ class ShellPort:
         self._last_ask_s = clock()
         self._load = DrafterLoad()
         self._deliver: dict[str, Callable[[bytes], None]] = {}
+        self._calls = ControlTable(host.send)
+        self.control, self.fail = self._calls.call, self._calls.fail
 
     @property
     def is_quiet(self) -> bool:
@@ -68,11 +71,12 @@ class ShellPort:
         return self._load
 
     def on_update(self, update: DrafterUpdate) -> None:
-        """Pass drafts to their links."""
+        """Pass drafts to their links, and answers to those who called."""
         for relay in update.relays:
             if (deliver := self._deliver.get(relay.peer)) is not None:
                 deliver(relay.payload)
         self._load = update.load or self._load
+        self._calls.deliver(update.results)
 
     def _send(self, message: Relay | PeerState) -> None:
         try:
@@ -86,7 +90,7 @@ class DrafterReplica:
 
     async def __init__(self, config: PoolsConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
         self._host = EngineHost(
-            on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
+            on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
         self._port = ShellPort(self._host)
         self._router = router
@@ -123,6 +127,9 @@ class DrafterReplica:
 
     def _on_update(self, update: DrafterUpdate) -> None:
         self._port.on_update(update)
+
+    def _on_failure(self, reason: str) -> None:
+        self._port.fail(reason)
 
     async def _report_forever(self) -> None:
         """Report while the engine lives: a silent drafter gets no new requests."""

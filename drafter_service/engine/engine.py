@@ -47,12 +47,15 @@ class DraftEngine:
         config: DraftEngineConfig,
         ahead: RunsAhead | None = None,
         cost: ForwardCost | None = None,
+        has_weights: bool = False,
     ) -> None:
         """`ahead` is the drafter itself, where it can run ahead: `run_ahead` then uses spare time.
 
-        `cost` estimates the drafter's forwards; None: by recent times alone.
+        `cost` estimates the drafter's forwards; None: by recent times alone. `has_weights`: of its own, which an update
+        of the target's leaves as they are.
         """
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
+        self.weight_version: str | None = "" if has_weights else None  # of the last update; None: no weights
         self.counters = DrafterCounters()
         self._drafter = drafter
         cost = ForwardCost(clock) if cost is None else cost
@@ -104,7 +107,17 @@ class DraftEngine:
             queue_depth=len(self._asked),
             mean_draft_s=self._draft_s.value,
             counters=replace(self.counters),
+            weight_version=self.weight_version,
         )
+
+    def take_version(self, version: str) -> None:
+        """Go on with new weights: what the old ones computed of the sessions is dropped, and computed again when asked.
+
+        No step may be running. Sessions and unanswered rounds stay, with the target's states: those are the target's.
+        """
+        self.weight_version = version
+        for session in self._sessions:
+            self._drafter.release(session.key)
 
     def step(self) -> list[Addressed]:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""

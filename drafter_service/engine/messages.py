@@ -1,4 +1,4 @@
-"""What a draft engine's process says to the asyncio shell in front of it; towards it go `Relay` and `PeerState`."""
+"""What a draft engine's process says to the asyncio shell in front of it, and which messages go towards it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.messages.draft import DrafterMessage, DraftNeeds
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import CONTROLS, ControlResult, PeerState, Relay
 
 Addressed = tuple[str, DrafterMessage]  # the peer that a message goes to, and the message
 
@@ -29,7 +29,8 @@ class DrafterUpdate:
 
     relays: tuple[Relay, ...] = ()
     load: DrafterLoad | None = None
+    results: tuple[ControlResult, ...] = ()
 
 
-TO_DRAFT_ENGINE = (Relay, PeerState)
+TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS)
 FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

@@ -178,10 +178,10 @@ def _group(pool: KVPool, members: Sequence[int], tables: Sequence[list[int]], le
     )
 
 
-def load_dflash(
+def load_dflash_head(
     folder: Path, config: ModelConfig, *, target: Path | None = None, num_target_layers: int | None = None
-) -> DFlashModel:
-    """Load a DFlash drafter, ready to serve on the config's device in its dtype.
+) -> DFlashHead:
+    """Load a DFlash drafter's head, ready to serve on the config's device in its dtype.
 
     `target` is the folder whose embeddings a drafter without its own uses. Raises `ValueError` naming what is wrong.
     """
@@ -198,4 +198,4 @@ def load_dflash(
             dtype=resolve_dtype(config.dtype, parsed.layer, device),
         )
     make_lean(head, fuses_attention=False)  # contexts have keys and values, and no queries
-    return DFlashModel.sized_by(head, config)
+    return head

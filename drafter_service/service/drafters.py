@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -30,6 +30,7 @@ from outrider.drafter_service.models.translated_drafter import IntersectionDraft
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.own_weights import OwnWeights
 from outrider.drafter_service.service.plugin_drafter import build_plugin
 from outrider.drafter_service.service.plugins import PluginContext, installed_plugins
 from outrider.drafter_service.service.speculative_config import (
@@ -43,8 +44,9 @@ from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
-from outrider.verifier_service.model.settled import resolve_device
-from outrider.verifier_service.model.weights import Checkpoint
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.settled import resolve_device, with_dtype
+from outrider.verifier_service.model.weights import Checkpoint, WeightError
 
 
 def build_drafter(
@@ -54,14 +56,16 @@ def build_drafter(
     view: TargetView | None = None,
     plugins: Iterable[EntryPoint] | None = None,
     rng: torch.Generator | None = None,
+    weights: OwnWeights | None = None,
 ) -> Drafter:
     """Build the drafter of `spec`; raises `ValueError` naming a bad option or file.
 
     `rng` draws unseeded drafts; None: a generator with the spec's seed. `runner`: the loaded draft model, for methods
     with a whole model. `view`: the target's engine, if the drafter runs in the verifier. `plugins`: entry points to
-    search; None: all installed ones.
+    search; None: all installed ones. `weights` is told how the drafter's weights change.
     """
-    maker = _Maker(spec, runner, view, plugins, drafter_rng(spec) if rng is None else rng)
+    rng, weights = rng or drafter_rng(spec), weights or OwnWeights(spec.speculative)
+    maker = _Maker(spec, runner, view, plugins, rng, weights)
     methods = spec.speculative.all_methods
     if spec.speculative.method is not Method.HYBRID:
         return maker.make(methods[0])
@@ -85,8 +89,10 @@ class _Maker:
         view: TargetView | None,
         plugins: Iterable[EntryPoint] | None,
         rng: torch.Generator,
+        weights: OwnWeights,
     ) -> None:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
+        self._weights = weights
         self._config = spec.speculative
         self._rng = rng
         description = read_description(resolve_description(spec.target), spec.target)  # of any engine
@@ -123,6 +129,7 @@ class _Maker:
 
     def _draft_model(self) -> Drafter:
         assert self._runner is not None, "the draft model is not loaded"
+        self._weights.keep_model(lambda folder: None)
         match self._config.vocabulary:
             case "text":
                 return self._by_way_of_text(self._runner)
@@ -163,6 +170,7 @@ class _Maker:
         assert self._runner is not None, "the draft model is not loaded"
         vocab_size = self._runner.vocab_size
         mask_token_id = parse_mask_token_id(read_json(self._head_folder() / CONFIG_NAME), vocab_size)
+        self._weights.keep_model(partial(_require_mask_token, mask_token_id, vocab_size))
         rules = replace(self._rules, vocab_size=min(vocab_size, self._vocab_size))
         return PagedDrafter(CanvasForward(MaskedModel(self._runner, mask_token_id), rules))
 
@@ -201,19 +209,27 @@ class _Maker:
         from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
         from outrider.drafter_service.heads.medusa import MedusaHeads
 
-        folder = self._head_folder()
-        heads = MedusaHeads.from_folder(folder, target_lm_head=self._target_lm_head())
-        self._require_width(folder, heads.hidden_size)
-        return MedusaDrafter(heads.to(self._device), rng=self._rng, **self._limits)
+        def load(folder: Path) -> MedusaHeads:
+            heads = MedusaHeads.from_folder(folder, target_lm_head=self._target_lm_head())
+            self._require_width(folder, heads.hidden_size)
+            return heads.to(self._device)
+
+        heads = load(self._head_folder())
+        self._weights.keep_head(heads, load)
+        return MedusaDrafter(heads, rng=self._rng, **self._limits)
 
     def _mlp_speculator(self) -> Drafter:
         from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
         from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 
-        folder = self._head_folder()
-        speculator = MlpSpeculator.from_folder(folder)
-        self._require_width(folder, speculator.emb_dim)
-        return MlpDrafter(speculator.to(self._device), rng=self._rng, **self._limits)
+        def load(folder: Path) -> MlpSpeculator:
+            speculator = MlpSpeculator.from_folder(folder)
+            self._require_width(folder, speculator.emb_dim)
+            return speculator.to(self._device)
+
+        speculator = load(self._head_folder())
+        self._weights.keep_head(speculator, load)
+        return MlpDrafter(speculator, rng=self._rng, **self._limits)
 
     def _require_width(self, folder: Path, width: int) -> None:
         if width != self._state_width:
@@ -229,32 +245,41 @@ class _Maker:
     def _eagle(self, method: Method) -> Drafter:
         from outrider.drafter_service.head_drafters.eagle_drafter import HeadForward
         from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
+        from outrider.drafter_service.heads.switched import SwitchedHeads
 
         is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
         model = self._spec.target if self._spec.model is None or is_with_target else self._spec.model
         paths = self._config.models or (model.path,)
-        heads = load_heads(
-            method.value,
-            [resolve_folder(replace(model, path=path)) for path in paths],
-            model,
-            target=resolve_folder(self._spec.target),
-            num_target_layers=self._spec.num_target_layers(),
-        )
+
+        def load(folders: Sequence[Path], model: ModelConfig) -> SwitchedHeads:
+            return load_heads(
+                method.value,
+                folders,
+                model,
+                target=folders[0] if is_with_target else resolve_folder(self._spec.target),
+                num_target_layers=self._spec.num_target_layers(),
+            )
+
+        heads = load([resolve_folder(replace(model, path=path)) for path in paths], model)
         runner = HeadRunner.sized_by(heads, model)
         runner.capture()
+        again = with_dtype(model, runner.dtype)
+        self._weights.keep_head(heads.first, lambda folder: load([folder], again).first)
         return PagedDrafter(HeadForward(runner, self._rules), num_ahead_branches=self._num_ahead_branches)
 
     def _dflash(self) -> Drafter:
-        from outrider.drafter_service.models.dflash_drafter import load_dflash
+        from outrider.drafter_service.heads.dflash import DFlashHead
+        from outrider.drafter_service.models.dflash_drafter import DFlashModel, load_dflash_head
+
+        def load(folder: Path, model: ModelConfig) -> DFlashHead:
+            target, num_layers = resolve_folder(self._spec.target), self._spec.num_target_layers()
+            return load_dflash_head(folder, model, target=target, num_target_layers=num_layers)
 
         assert self._spec.model is not None, "the drafter has no checkpoint"
-        model = load_dflash(
-            self._head_folder(),
-            self._spec.model,
-            target=resolve_folder(self._spec.target),
-            num_target_layers=self._spec.num_target_layers(),
-        )
-        return PagedDrafter(CanvasForward(model, self._rules))
+        head = load(self._head_folder(), self._spec.model)
+        again = with_dtype(self._spec.model, head.embed_tokens.weight.dtype)
+        self._weights.keep_head(head, lambda folder: load(folder, again))
+        return PagedDrafter(CanvasForward(DFlashModel.sized_by(head, self._spec.model), self._rules))
 
     def _plugin(self) -> Drafter:
         name, options = self._config.plugin, json.loads(self._config.plugin_config or "{}")
@@ -273,3 +298,9 @@ class _Maker:
     def _head_folder(self) -> Path:
         assert self._spec.model is not None, "the head has no checkpoint"
         return resolve_folder(self._spec.model)
+
+
+def _require_mask_token(mask_token_id: int, vocab_size: int, folder: Path) -> None:
+    found = parse_mask_token_id(read_json(folder / CONFIG_NAME), vocab_size)
+    if found != mask_token_id:
+        raise WeightError(f"{folder / CONFIG_NAME}: the mask token is {found}, the served model's is {mask_token_id}")

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.service.own_weights import DrafterControl
 from outrider.drafter_service.service.plugin_drafter import PluginFailedError
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
 
 logger = logging.getLogger(__name__)
 _PEER = "local"
@@ -19,11 +21,16 @@ class LocalDraftClient:
     If a drafter of ours raises, the process ends. If a plug-in raises, it stays down, and decoding goes on.
     """
 
-    def __init__(self, engine: DraftEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: DraftEngine, control: DrafterControl | None = None) -> None:
+        """Without `control`, the drafter's weights cannot change."""
+        self._engine, self._control = engine, control or DrafterControl(engine)
         self._inbox: list[VerifierMessage] = []
         self._is_up = True
         self._events = [DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, vocab_size=engine.vocab_size, needs=engine.needs)]
+
+    def change_weights(self, message: UpdateDraftWeights) -> ControlResult:
+        """Give the drafter new weights of its own, between two steps."""
+        return self._control.handle(message)
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         if drafter_id == LOCAL_DRAFTER_ID and self._is_up:

@@ -18,16 +18,18 @@ from outrider.drafter_service.engine.warm_up import warm_up
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter, drafter_rng
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.own_weights import DrafterControl, OwnWeights
 from outrider.drafter_service.service.plugin_drafter import PluginDrafter
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.target_view import TargetView
+from outrider.verifier_service.engine.control import change_beside
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import Control, ControlResult, PeerState, Relay, WeightChange
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import read_description, resolve_description
@@ -35,6 +37,7 @@ from outrider.verifier_service.model.ranks import RankSpec, arrived, connect, ke
 from outrider.verifier_service.model.runner import ParallelRunner, follow
 from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.model.tokenizer import fingerprint_of
+from outrider.verifier_service.refit.rank_weights import RankWeights
 from outrider.verifier_service.start_phases import tell_phase
 
 LOAD_INTERVAL_S = 0.2
@@ -46,6 +49,7 @@ def build_draft_engine(
     runner: Runner | None = None,
     view: TargetView | None = None,
     cost: ForwardCost | None = None,
+    weights: OwnWeights | None = None,
 ) -> DraftEngine:
     """Build a drafter and its engine; the arguments are those of `build_drafter` and `DraftEngine`."""
     speculative = spec.speculative
@@ -58,14 +62,15 @@ def build_draft_engine(
     )
     tell_phase("warming up the drafter")
     rng = drafter_rng(spec)
-    drafter = build_drafter(spec, runner=runner, view=view, rng=rng)
+    drafter = build_drafter(spec, runner=runner, view=view, rng=rng, weights=weights)
     before = rng.get_state()
     for cold in _cold(spec, drafter):
         _warm_up(spec, cold, config)
     rng.set_state(before)  # what is drawn follows from the seed, however much was warmed up
     paged = drafter if isinstance(drafter, PagedDrafter) else None
     ahead = paged if paged is not None and paged.runs_ahead else None
-    engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
+    has_weights = bool(speculative.weighted_methods)
+    engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost, has_weights=has_weights)
     if paged is not None and paged.graph_counts is not None:
         engine.counters.graphs = paged.graph_counts
     return engine
@@ -98,19 +103,22 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     runner: MeteredRunner | None = None
     cost: ForwardCost | None = None
     graphs: GraphCounts | None = None
+    change_model: Callable[[WeightChange], int] | None = None
     if spec.loads_model:
         assert spec.model is not None
         share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
         if rank.rank > 0:
             keep_loaded()
-            follow(pipes[0], share)
+            follow(pipes[0], share, RankWeights(share).change)
             return
+        change_model = RankWeights(share, pipes).change
         parallel = ParallelRunner(share, pipes)
         runner, graphs = MeteredRunner(parallel), parallel.graph_counts
         if spec.speculative.num_ahead_branches:  # only running ahead needs the cost of a forward
             cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
-    engine = build_draft_engine(spec, runner=runner, cost=cost)
+    weights = OwnWeights(spec.speculative, change_model)
+    engine = build_draft_engine(spec, runner=runner, cost=cost, weights=weights)
     if graphs is not None:
         engine.counters.graphs = graphs
     keep_loaded()
@@ -125,7 +133,13 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     )
     shell.send_bytes(encode(ready))
     tell_phase("ready")
-    DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity, store=store).run()
+    DraftLoop(
+        *(engine, shell),
+        clock=time.monotonic,
+        check_integrity=spec.check_integrity,
+        store=store,
+        control=DrafterControl(engine, weights),
+    ).run()
 
 
 class DraftLoop:
@@ -139,17 +153,21 @@ class DraftLoop:
         clock: Callable[[], float],
         check_integrity: bool = False,
         store: TensorStore | None = None,
+        control: DrafterControl | None = None,
     ) -> None:
         """`check_integrity`: check after every step; an error ends the loop.
 
-        `store`: rendezvous of the channels for hidden states, if the drafter has them.
+        `store`: rendezvous of the channels for hidden states, if the drafter has them. Without `control`, weights
+        cannot change.
         """
         self._engine = engine
         self._states = StateTransport(engine, store)
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
+        self._control = control or DrafterControl(engine)
         self._answers: list[Relay] = []
+        self._results: list[ControlResult] = []
         self._next_load_s = 0.0
 
     def run(self) -> None:
@@ -172,16 +190,20 @@ class DraftLoop:
             self._dispatch(decode(frame, TO_DRAFT_ENGINE))
         self._states.collect()
 
-    def _dispatch(self, message: Relay | PeerState) -> None:
-        if isinstance(message, PeerState):
-            if message.tensors is not None:
-                self._states.open(message.peer, message.tensors)
-            if not message.is_up:
-                self._states.close_peer(message.peer)
-                self._engine.forget_peer(message.peer)
-            return
-        answers = handle_payload(self._engine, message.peer, message.payload, self._states.handle)
-        self._answers.extend(self._relay(message.peer, answer) for answer in answers)
+    def _dispatch(self, message: Relay | PeerState | Control) -> None:
+        match message:
+            case Relay():
+                answers = handle_payload(self._engine, message.peer, message.payload, self._states.handle)
+                self._answers.extend(self._relay(message.peer, answer) for answer in answers)
+            case PeerState():
+                if message.tensors is not None:
+                    self._states.open(message.peer, message.tensors)
+                if not message.is_up:
+                    self._states.close_peer(message.peer)
+                    self._engine.forget_peer(message.peer)
+            case _:
+                result = change_beside(self._control.handle, message, lambda: self._publish([]), LOAD_INTERVAL_S)
+                self._results.append(result)
 
     def _relay(self, peer: str, payload: bytes) -> Relay:
         return Relay(peer=peer, payload=payload, received_s=self._clock())
@@ -193,6 +215,8 @@ class DraftLoop:
         is_due = now_s >= self._next_load_s
         if is_due:
             self._next_load_s = now_s + LOAD_INTERVAL_S
+        results, self._results = tuple(self._results), []
+        is_due = is_due or bool(results)  # the version is told with the answer
         if relays or is_due:
             load = self._engine.load() if is_due else None
-            self._pipe.send_bytes(encode(DrafterUpdate(relays=tuple(relays), load=load)))
+            self._pipe.send_bytes(encode(DrafterUpdate(relays=tuple(relays), load=load, results=results)))

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import grpc
 
 from outrider.proto.link_pb2 import Frame
+from outrider.verifier_service.links.control_table import serve_control
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
+from outrider.verifier_service.messages.engine import Control, ControlResult
 from outrider.verifier_service.messages.link import (
     VERIFIER_MESSAGES,
     DrafterIdentity,
@@ -64,6 +66,9 @@ class EnginePort(Protocol):
 
     def load(self) -> DrafterLoad:
         """Return the engine's last reported load; raises `EngineDeadError` if it has ended."""
+
+    async def control(self, message: Control) -> ControlResult:
+        """Return what the engine answers to a trainer's call; raises `ConnectionError` if the engine is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +151,10 @@ class DrafterLinkServicer:
             self._port.unsubscribe(stream.peer)
             with contextlib.suppress(EngineDeadError):  # sessions ended with the engine
                 self._port.peer_gone(stream.peer)
+
+    async def Control(self, frame: Frame, context: Any) -> Frame:
+        """Serve one call of a trainer's, by way of a gateway."""
+        return await serve_control(self._port.control, frame, context)
 
     async def _handshake(self, context: Any) -> Hello:
         """Read and check the first frame; a stream without a matching `Hello` ends here."""

@@ -187,6 +187,27 @@ class SpeculativeConfig:
         """Whether a draft model or head must be given."""
         return any(_needs_checkpoint(method) for method in self.all_methods)
 
+    @property
+    def weighted_methods(self) -> tuple[Method, ...]:
+        """The methods with weights of their own, which an update of the target's leaves as they are."""
+        others = (*MODEL_FREE, *TARGET_DERIVED, Method.PLUGIN)  # whether a plug-in has weights is not known
+        return tuple(method for method in self.all_methods if method not in others)
+
+    @property
+    def update_refusal(self) -> str | None:
+        """Why this drafter takes no new weights; None: it does."""
+        own = self.weighted_methods
+        if len(own) > 1:
+            return f"{own[0]} and {own[1]} both have weights, which one folder cannot give"
+        if own:
+            return "models: parameter sets by position stay as they were loaded" if self.models else None
+        first = next((method for method in self.all_methods if method in TARGET_DERIVED), self.all_methods[0])
+        if first in TARGET_DERIVED:
+            return f"{first} runs the target's own layers: it follows the target by itself"
+        if first is Method.PLUGIN:
+            return f"the plug-in {self.plugin!r} has its own ways to take weights"
+        return f"{first} has no weights: it looks tokens up"
+
 
 def _needs_checkpoint(method: Method) -> bool:
     # MTP layers are in the target's checkpoint; a plug-in loads its own files

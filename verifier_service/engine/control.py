@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.engine import (
@@ -13,6 +15,7 @@ from outrider.verifier_service.messages.engine import (
     FlushCache,
     PauseGeneration,
     PauseMode,
+    UpdateDraftWeights,
     UpdateWeights,
     WeightChange,
 )
@@ -20,14 +23,22 @@ from outrider.verifier_service.messages.request import FinishReason, GenerationR
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
 
 ChangeWeights = Callable[[WeightChange], int]  # see `RankWeights.change`
+ChangeDraft = Callable[[UpdateDraftWeights], ControlResult]  # of the drafter in the engine's process
+Message = TypeVar("Message")
+Result = TypeVar("Result")
 
 
 class EngineControl:
     """Handles control messages. A pause in mode `wait` holds new requests back here until the others have finished."""
 
-    def __init__(self, engine: VerifierEngine, change_weights: ChangeWeights | None = None) -> None:
-        """Without `change_weights`, they cannot change."""
-        self._engine, self._change_weights = engine, change_weights
+    def __init__(
+        self,
+        engine: VerifierEngine,
+        change_weights: ChangeWeights | None = None,
+        change_draft: ChangeDraft | None = None,
+    ) -> None:
+        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process."""
+        self._engine, self._change_weights, self._change_draft = engine, change_weights, change_draft
         self._waiting: PauseGeneration | None = None  # a pause that begins when all requests have finished
         self._held: dict[str, GenerationRequest] = {}
         self._results: list[ControlResult] = []
@@ -75,6 +86,9 @@ class EngineControl:
             case FlushCache():
                 self._flush(message)
                 return []
+            case UpdateDraftWeights():
+                self._update_draft(message)
+                return []
         return self._change(message)
 
     def _pause(self, message: PauseGeneration) -> list[RequestOutput]:
@@ -120,6 +134,12 @@ class EngineControl:
         self._engine.scheduler.flush_cache()
         self._answer(message.call_id)
 
+    def _update_draft(self, message: UpdateDraftWeights) -> None:
+        if self._change_draft is None:
+            self._answer(message.call_id, "no drafter runs in this verifier's process")
+        else:
+            self._results.append(self._change_draft(message))
+
     def _change(self, message: WeightChange) -> list[RequestOutput]:
         if self._change_weights is None:
             self._answer(message.call_id, "this engine's weights cannot change")
@@ -150,3 +170,14 @@ class EngineControl:
                 is_paused=self._engine.is_paused,
             )
         )
+
+
+def change_beside(
+    change: Callable[[Message], Result], message: Message, report: Callable[[], None], interval_s: float
+) -> Result:
+    """Make a change on a thread, and report every `interval_s` meanwhile: an engine that is silent is given up."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as thread:
+        changed = thread.submit(change, message)
+        while not wait([changed], interval_s).done:
+            report()
+    return changed.result()

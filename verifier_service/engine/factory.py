@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.engine.control import ChangeDraft
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
@@ -132,14 +134,21 @@ def load_rank(
     return runner, pipes
 
 
-MakeDrafts = Callable[[ParallelRunner, DraftClient], tuple[DraftClient, Callable[[VerifierEngine], None]]]
+class AddedDrafter(NamedTuple):
+    """A drafter in the verifier's process."""
+
+    client: DraftClient  # of this one and of those behind links
+    attach: Callable[[VerifierEngine], None]  # to be called with the engine, once built
+    change_weights: ChangeDraft
+
+
+MakeDrafts = Callable[[ParallelRunner, DraftClient], AddedDrafter]
 
 
 def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDrafts | None = None) -> None:
     """Run as one rank of a verifier until its shell, or rank 0, goes away.
 
-    `make_drafts` adds a drafter in this process to those behind links. It gets the loaded model and the links' client,
-    and returns the engine's client and a function that is called with the engine.
+    `make_drafts` adds a drafter in this process to those behind links. It gets the loaded model and the links' client.
     """
     share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()
@@ -149,12 +158,10 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
     links = RelayDraftClient()
-    if make_drafts is None:
-        engine = build_engine(runner, spec, links)
-    else:
-        drafts, attach = make_drafts(runner, links)
-        engine = build_engine(runner, spec, drafts)
-        attach(engine)
+    added = None if make_drafts is None else make_drafts(runner, links)
+    engine = build_engine(runner, spec, links if added is None else added.client)
+    if added is not None:
+        added.attach(engine)
     engine.stats.graphs = runner.graph_counts
     ready = EngineReady(
         vocab_size=runner.vocab_size,
@@ -173,4 +180,5 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
             clock=time.monotonic,
             check_integrity=spec.check_integrity,
             change_weights=RankWeights(share, pipes).change,
+            change_draft=None if added is None else added.change_weights,
         ).run()

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 
-from outrider.verifier_service.engine.control import ChangeWeights, EngineControl
+from outrider.verifier_service.engine.control import (
+    ChangeDraft,
+    ChangeWeights,
+    EngineControl,
+    Message,
+    Result,
+    change_beside,
+)
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
@@ -30,7 +35,6 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     SetPlans,
     ToEngine,
-    WeightChange,
     read_frame,
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -54,17 +58,18 @@ class EngineLoop:
         clock: Callable[[], float],
         check_integrity: bool = False,
         change_weights: ChangeWeights | None = None,
+        change_draft: ChangeDraft | None = None,
     ) -> None:
         """`check_integrity`: check the engine's books after every step; an error ends the loop.
 
-        Without `change_weights`, the weights cannot change.
+        Without `change_weights`, the weights cannot change. `change_draft`: those of the drafter in this process.
         """
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
-        self._control = EngineControl(engine, None if change_weights is None else partial(self._change, change_weights))
+        self._control = EngineControl(engine, self._reporting(change_weights), self._reporting(change_draft))
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
@@ -155,13 +160,11 @@ class EngineLoop:
                     self._abort_compiling()
                 self._unpublished += self._control.handle(message)
 
-    def _change(self, change_weights: ChangeWeights, message: WeightChange) -> int:
-        """Change the weights on a thread and report the load meanwhile: an engine that is silent is given up."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as thread:
-            changed = thread.submit(change_weights, message)
-            while not wait([changed], LOAD_INTERVAL_S).done:
-                self._publish()
-        return changed.result()
+    def _reporting(self, change: Callable[[Message], Result] | None) -> Callable[[Message], Result] | None:
+        """Return a change of weights that reports the load while it lasts."""
+        if change is None:
+            return None
+        return lambda message: change_beside(change, message, self._publish, LOAD_INTERVAL_S)
 
     def _abort_compiling(self) -> None:
         """End the requests whose grammars are being compiled: the engine does not know them yet."""

@@ -83,7 +83,7 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
         self._table, self._control = table, control
 
     async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
-        return await serve_control(self._control, frame, context)
+        return await serve_control(self._control.call, frame, context)
 
     async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
         try:

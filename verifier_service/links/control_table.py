@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
 
@@ -53,11 +53,11 @@ class ControlTable:
 
 
 async def serve_control(
-    table: ControlTable, frame: link_pb2.Frame, context: grpc.aio.ServicerContext
+    call: Callable[[Control], Awaitable[ControlResult]], frame: link_pb2.Frame, context: grpc.aio.ServicerContext
 ) -> link_pb2.Frame:
-    """Answer a gateway's `Control` call."""
+    """Answer a gateway's `Control` call; `call` is that of a table, or raises as it does."""
     try:
-        return link_pb2.Frame(payload=encode(await table.call(decode(frame.payload, CONTROLS))))
+        return link_pb2.Frame(payload=encode(await call(decode(frame.payload, CONTROLS))))
     except (ValueError, ConnectionError) as error:
         is_gone = isinstance(error, ConnectionError)
         await context.abort(grpc.StatusCode.UNAVAILABLE if is_gone else grpc.StatusCode.INVALID_ARGUMENT, str(error))

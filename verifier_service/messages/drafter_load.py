@@ -32,3 +32,5 @@ class DrafterLoad:
     queue_depth: int = 0  # unanswered asks
     mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: no draft yet
     counters: DrafterCounters = field(default_factory=DrafterCounters)
+    # of the last update of its own weights, "" before the first; None: it has none, or they are the target's
+    weight_version: str | None = None

@@ -53,7 +53,7 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # they end with finish reason `abort`, waiting ones too
     WAIT = "wait"  # they finish; the pause begins then. New requests queue
     KEEP = "keep"  # they stop between two steps and go on afterwards, with the KV that they have
-    RETRACT = "retract"  # the same, without their KV: prompt and output are computed again, by the weights that are then
+    RETRACT = "retract"  # the same, without their KV: prompt and output are computed again, by the weights then
 
 
 # What a door calls: it gives every call an id of its own and waits for the `ControlResult` with that id in an
@@ -134,10 +134,25 @@ class UpdateWeights:
     weight_version: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateDraftWeights:
+    """Give a drafter new weights of its own: those of a head or draft model, in the format that it started from.
+
+    To a drafter in a pool, or to a verifier for the drafter in its process. Embeddings that a head borrows from the
+    target are read where they were at the start, unless `folder` has its own.
+    `weight_version`: what the drafter's weights are called; the target's version that they belong to, if it has a name.
+    None: the next number after "draft-".
+    """
+
+    call_id: str
+    folder: str
+    weight_version: str | None = None
+
+
 WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
 WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
-Control = PauseGeneration | ContinueGeneration | AskState | FlushCache | WeightChange
-CONTROLS = (PauseGeneration, ContinueGeneration, AskState, FlushCache, *WEIGHT_CHANGES)
+Control = PauseGeneration | ContinueGeneration | AskState | FlushCache | WeightChange | UpdateDraftWeights
+CONTROLS = (PauseGeneration, ContinueGeneration, AskState, FlushCache, *WEIGHT_CHANGES, UpdateDraftWeights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +161,7 @@ class ControlResult:
 
     call_id: str
     error: str | None = None
-    weight_version: str = ""  # after the call
+    weight_version: str = ""  # after the call, of the target; of the drafter, if its weights were to change
     num_missing_tensors: int = 0  # of an update that is half here
     num_requests: int = 0  # aborted by the call, or kept
     is_paused: bool = False  # after the call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,6 +39,11 @@ def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device
     if device.type == "cuda":
         return own
     return torch.bfloat16 if own.itemsize == 2 and multiplies_bfloat16() else torch.float32
+
+
+def with_dtype(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+    """Return the config of a model that is loaded as `dtype`, whatever its checkpoint's."""
+    return replace(config, dtype=str(dtype).removeprefix("torch."))
 
 
 def multiplies_bfloat16() -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SETTINGS = (bool, int, float, str, tuple)
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
 
 
@@ -241,6 +242,39 @@ def copy_tensors(target: torch.nn.Module, source: torch.nn.Module) -> None:
         kept = _held(to)
         for name, tensor in _held(from_).items():
             kept[name].copy_(tensor)
+
+
+def require_alike(served: torch.nn.Module, loaded: torch.nn.Module) -> None:
+    """Raise `WeightError`, naming tensor or setting, unless `served` computes as `loaded` once it has its tensors.
+
+    Both are built by the same code, each of its own checkpoint. Settings are what modules keep of a config as plain
+    values, or in a dataclass.
+    """
+    ours, theirs = dict(served.named_modules()), dict(loaded.named_modules())
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        raise WeightError(f"{name!r} is in the {'served' if name in ours else 'new'} model alone")
+    for name, module in ours.items():
+        prefix = f"{name}." if name else ""
+        ours_here, theirs_here = _described(module), _described(theirs[name])
+        for key in sorted(ours_here.keys() | theirs_here.keys()):
+            own, other = ours_here.get(key), theirs_here.get(key)
+            if own != other:
+                raise WeightError(f"{prefix + key!r} is {other}, the served model's is {own}")
+
+
+def _described(module: torch.nn.Module) -> dict[str, object]:
+    """Describe a module's class, tensors and settings by name."""
+    described: dict[str, object] = {"class": type(module).__name__}
+    for name, value in vars(module).items():
+        if isinstance(value, _SETTINGS):
+            described[name] = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            described |= {
+                key: own
+                for key, own in {field.name: getattr(value, field.name) for field in fields(value)}.items()
+                if isinstance(own, _SETTINGS)
+            }
+    return described | {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in _held(module).items()}
 
 
 def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:

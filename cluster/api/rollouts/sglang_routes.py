@@ -147,7 +147,8 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
         body = parse_native(await read_json(request), FolderUpdateBody)
         if body.abort_all_requests:
             doors.gateway.abort_all()
-        return await outcome("The update", fleet.update_from_folder(body.model_path, body.weight_version))
+        update = fleet.update_drafters if body.selector == "draft" else fleet.update_from_folder
+        return await outcome("The update", update(body.model_path, body.weight_version))
 
     @app.post("/update_weights_from_tensor")
     async def update_from_tensor() -> Response:

@@ -13,7 +13,7 @@ from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE, DrafterUpdate
 from outrider.drafter_service.service.service import EngineDeadError
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import Control, ControlResult, PeerState, Relay, UpdateDraftWeights
 from outrider.verifier_service.messages.wire import decode, encode
 
 
@@ -26,7 +26,7 @@ class Scene:
             near,
             FROM_DRAFT_ENGINE,
             on_message=lambda update: self.port.on_update(update),
-            on_failure=lambda reason: None,
+            on_failure=lambda reason: self.port.fail(reason),
         )
         self.now_s = 0.0
         self.port = ShellPort(
@@ -34,7 +34,7 @@ class Scene:
         )  # of a host, the port uses what a shell has too: `send` and `failure`
         self.shell.start()
 
-    def hear(self) -> Relay | PeerState:
+    def hear(self) -> Relay | PeerState | Control:
         assert self.pipe.poll(10)
         return decode(self.pipe.recv_bytes(), TO_DRAFT_ENGINE)
 
@@ -91,6 +91,31 @@ async def test_a_drafter_is_quiet_once_nobody_asks_it_any_more():
     scene.now_s += 0.6
     assert scene.port.is_quiet, "a session whose request goes on without drafts keeps nothing waiting"
     scene.shell.close()
+
+
+async def test_a_trainers_call_waits_for_the_engines_answer():
+    scene = Scene()
+    update = UpdateDraftWeights(call_id="u", folder="f")
+    call = asyncio.ensure_future(scene.port.control(update))
+    await asyncio.sleep(0)
+    assert scene.hear() == update
+    await scene.say(DrafterUpdate(load=DrafterLoad(weight_version="")))
+    assert not call.done()
+    result = ControlResult(call_id="u", weight_version="v1")
+    await scene.say(DrafterUpdate(load=DrafterLoad(weight_version="v1"), results=(result,)))
+    assert (await call, scene.port.load().weight_version) == (result, "v1")
+    scene.shell.close()
+
+
+async def test_a_trainers_call_fails_with_the_engine():
+    scene = Scene()
+    call = asyncio.ensure_future(scene.port.control(UpdateDraftWeights(call_id="u", folder="f")))
+    await asyncio.sleep(0)
+    scene.pipe.close()
+    with pytest.raises(ConnectionError, match="engine process is gone"):
+        await call
+    with pytest.raises(ConnectionError):
+        await scene.port.control(UpdateDraftWeights(call_id="u", folder="f"))
 
 
 async def test_a_dead_engine_is_told_to_whoever_asks():

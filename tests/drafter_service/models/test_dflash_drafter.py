@@ -16,7 +16,7 @@ from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Sess
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, load_dflash
+from outrider.drafter_service.models.dflash_drafter import DFlashModel, load_dflash_head
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -242,14 +242,15 @@ def test_a_loaded_drafter_drafts_as_its_head(tmp_path: Path) -> None:
     save_file({name: head.state_dict()[name].contiguous() for name in shared}, target / "model.safetensors")
     folder = write(tmp_path / "head", head, without=shared)
     config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=16, block_size=4, max_model_len=40)
-    model = load_dflash(folder, config, target=target, num_target_layers=4)
+    loaded = load_dflash_head(folder, config, target=target, num_target_layers=4)
+    model = DFlashModel.sized_by(loaded, config)
     assert (model.num_blocks, model.block_size, model.max_model_len) == (16, 4, 40)
     (result,) = run(one_pass_drafter(model, torch.Generator()), ask_of(head, PROMPT))
     assert list(result.token_ids) == greedy_chain(head, PROMPT)
     with pytest.raises(ValueError, match=r"'embed_tokens\.weight' is missing"):
-        load_dflash(folder, config)
+        load_dflash_head(folder, config)
     with pytest.raises(ValueError, match="tensor_parallel_size: 2"):
-        load_dflash(folder, replace(config, tensor_parallel_size=2))
+        load_dflash_head(folder, replace(config, tensor_parallel_size=2))
 
 
 def test_it_is_built_from_a_configuration(tmp_path: Path) -> None:

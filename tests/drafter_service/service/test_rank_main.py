@@ -22,11 +22,18 @@ from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.own_weights import DrafterControl, OwnWeights
 from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync, States
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import (
+    ControlResult,
+    PeerState,
+    Relay,
+    UpdateDraftWeights,
+    UpdateWeights,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from tiny.drafters import model_drafter
@@ -63,22 +70,30 @@ def draft(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT, *, round_i
 class Loop:
     """The shell's end of the pipe to a draft loop on a thread."""
 
-    def __init__(self, num_ahead_branches: int = 0) -> None:
+    def __init__(self, num_ahead_branches: int = 0, weights: OwnWeights | None = None) -> None:
         self.pipe, far = Pipe()
         self.runner = FakeRunner()
         rng = torch.Generator().manual_seed(0)
         drafter = model_drafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
         ahead = drafter if num_ahead_branches else None
-        self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig(), ahead=ahead)
+        self.engine = DraftEngine(
+            drafter,
+            clock=time.monotonic,
+            config=DraftEngineConfig(),
+            ahead=ahead,
+            has_weights=weights is not None,
+        )
+        self.control = DrafterControl(self.engine, weights)
         self.answers: list[tuple[str, Any]] = []
         self.loads: list[DrafterLoad] = []
+        self.results: list[ControlResult] = []
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
         self.thread.start()
 
     def _run(self, far: Any) -> None:
         try:
-            DraftLoop(self.engine, far, clock=time.monotonic, check_integrity=True).run()
+            DraftLoop(self.engine, far, clock=time.monotonic, check_integrity=True, control=self.control).run()
         except BaseException as error:
             self.error = error
         finally:
@@ -100,6 +115,7 @@ class Loop:
             update = decode(self.pipe.recv_bytes(), FROM_DRAFT_ENGINE)
             self.answers += [(relay.peer, without_confidences(relay.payload)) for relay in update.relays]
             self.loads += [update.load] if update.load is not None else []
+            self.results += update.results
 
     def end(self) -> None:
         """Close the pipe; the loop must then end by itself, quietly."""
@@ -110,8 +126,8 @@ class Loop:
 
 
 @contextlib.contextmanager
-def looping(num_ahead_branches: int = 0) -> Iterator[Loop]:
-    loop = Loop(num_ahead_branches)
+def looping(num_ahead_branches: int = 0, weights: OwnWeights | None = None) -> Iterator[Loop]:
+    loop = Loop(num_ahead_branches, weights)
     try:
         yield loop
     finally:
@@ -223,6 +239,46 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_while_it_drafts():
     loop.pipe.close()
     release.set()
     loop.end()
+
+
+def test_new_weights_come_between_two_steps_and_loads_go_on_meanwhile(tmp_path: Path):
+    entered, release = threading.Event(), threading.Event()
+    changed: list[str] = []
+
+    def change(message: UpdateWeights) -> int:
+        entered.set()
+        assert release.wait(PATIENCE_S)
+        changed.append(str(message.folder))
+        return 0
+
+    weights = OwnWeights(SpeculativeConfig(model="a"), change)
+    weights.keep_model(lambda folder: None)
+    with looping(2, weights) as loop:
+        loop.say("v", open_(), commit())
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].counters.num_ahead_tokens == 1 + 2 * 3)
+        assert loop.loads[-1].weight_version == ""
+        loop.pipe.send_bytes(encode(UpdateDraftWeights(call_id="u", folder=str(tmp_path), weight_version="v1")))
+        assert entered.wait(PATIENCE_S)
+        num_loads, num_batches = len(loop.loads), len(loop.runner.batches)
+        new = continuation(list(PROMPT), 4, 97)
+        loop.say("v", dataclasses.replace(commit(round_id=2), token_ids=new))
+        loop.hear_until(lambda: len(loop.loads) >= num_loads + 3)
+        assert (loop.results, len(loop.answers), len(loop.runner.batches)) == ([], 1, num_batches)
+        release.set()
+        loop.hear_until(lambda: loop.results)
+        assert loop.results == [ControlResult(call_id="u", weight_version="v1")]
+        assert loop.loads[-1].weight_version == "v1", "told with the answer"
+        loop.hear_until(lambda: len(loop.answers) == 2)
+        assert loop.answers[1] == ("v", draft(token_ids=PROMPT + new, round_id=2))
+        assert loop.runner.batches[num_batches].num_tokens == len(PROMPT + new), "what the old weights computed is gone"
+    assert changed == [str(tmp_path)]
+
+
+def test_a_drafter_whose_weights_cannot_change_says_so():
+    with looping() as loop:
+        loop.pipe.send_bytes(encode(UpdateDraftWeights(call_id="u", folder="f")))
+        loop.hear_until(lambda: loop.results)
+        assert loop.results == [ControlResult(call_id="u", error="this drafter's weights cannot change")]
 
 
 def test_a_loop_that_checks_ends_when_the_books_are_wrong():

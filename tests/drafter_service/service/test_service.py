@@ -21,9 +21,11 @@ from outrider.drafter_service.service.service import (
     EngineDeadError,
     LinkServiceConfig,
 )
+from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub, add_DrafterLinkServicer_to_server
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
+from outrider.verifier_service.messages.engine import Control, ControlResult, UpdateDraftWeights
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     DrafterIdentity,
@@ -75,6 +77,13 @@ class RecordingPort:
         if self.is_dead:
             raise EngineDeadError("the engine has ended")
         return DrafterLoad(num_sessions=1, queue_depth=2, mean_draft_s=0.25)
+
+    async def control(self, message: Control) -> ControlResult:
+        if self.is_dead:
+            raise ConnectionError("the engine has ended")
+        if message.call_id == "twice":
+            raise ValueError("call_id: 'twice' is not answered yet")
+        return ControlResult(call_id=message.call_id, weight_version=f"now {message.weight_version}")
 
 
 @contextlib.asynccontextmanager
@@ -342,3 +351,24 @@ def test_no_payload_breaks_the_servicers_decoder(payload: bytes):
     name, request_id = peek_type(payload), peek_request_id(payload)
     assert name is None or isinstance(name, str)
     assert request_id is None or isinstance(request_id, str)
+
+
+async def call_control(address: str, payload: bytes) -> ControlResult:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await DrafterLinkStub(channel).Control(Frame(payload=payload))
+    return decode(answer.payload, (ControlResult,))
+
+
+async def test_a_trainers_call_is_answered_by_the_engine():
+    port = RecordingPort()
+    async with serving(port) as (_, address):
+        message = UpdateDraftWeights(call_id="u", folder="f", weight_version="v7")
+        assert await call_control(address, encode(message)) == ControlResult(call_id="u", weight_version="now v7")
+        for wrong in (encode(OPEN), b"\xc1", encode(UpdateDraftWeights(call_id="twice", folder="f"))):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call_control(address, wrong)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        port.is_dead = True
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await call_control(address, encode(message))
+        assert (lost.value.code(), lost.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine has ended")

@@ -324,6 +324,16 @@ async def test_a_folder_that_does_not_fit_changes_nothing(fleet: TrainedFleet, t
     assert (await generate(fleet))["output_ids"] == of_model(None, PROMPT, 8)[0]
 
 
+async def test_a_drafter_has_an_update_of_its_own(fleet: TrainedFleet, new: str):
+    body = {"model_path": new, "selector": "draft"}
+    answer = await post(fleet, "/update_weights_from_disk", body, status=400)
+    assert "verifier v0: " in answer["message"]
+    assert "draft" in answer["message"]
+    assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "default"}
+    refused = await post(fleet, "/update_weights_from_disk", {**body, "selector": "all"}, status=400)
+    assert refused["error"]["param"] == "selector"
+
+
 async def test_pickled_tensors_are_refused_by_name(fleet: TrainedFleet):
     error = (await post(fleet, "/update_weights_from_tensor", status=400))["error"]
     assert "pickled" in error["message"]
