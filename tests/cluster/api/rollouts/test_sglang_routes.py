@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.sglang_routes import add_sglang_routes
-from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
+from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
@@ -36,6 +36,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[TrainedFleet]:
 
 async def healthy() -> bool:
     return True
+
+
+async def nobody(endpoint: str, message: object) -> NoReturn:
+    raise AssertionError("there is no verifier")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +179,7 @@ async def test_every_step_counts_as_a_verification(tokenizer: Any):
     gateway = build_gateway(FakeBackend(lambda _: [[5], [6, 7, 8], [9, 10]], speculation=speculation), tokenizer)
     app = FastAPI()
     app.state.body_timeout_s = 5.0
-    fleet = FleetControl(lambda: None, verifier_calls(None))
+    fleet = FleetControl(lambda: None, nobody, nobody)
     doors = TrainerDoors(gateway=gateway, fleet=fleet, is_healthy=healthy, model_path="", tensor_parallel_size=1)
     add_sglang_routes(app, doors)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
