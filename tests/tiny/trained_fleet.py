@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from exactness.small_engines import load
@@ -128,6 +129,7 @@ class TrainedFleet:
     """What a trainer reaches over HTTP."""
 
     http: httpx.AsyncClient
+    app: FastAPI
     gateway: Gateway
     core: RouterCore
     fleet: FleetControl
@@ -197,7 +199,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     add_trainer_routes(app, doors)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as http:
-        fleet = TrainedFleet(http, gateway, core, control, folder)
+        fleet = TrainedFleet(http, app, gateway, core, control, folder)
         client.snapshot = core.snapshot(time.time())
         following = asyncio.create_task(client.follow())
         for index in range(num_verifiers):
