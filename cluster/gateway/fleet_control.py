@@ -1,4 +1,4 @@
-"""What a trainer asks of all verifiers at once, between two steps of each: pause, go on, new weights."""
+"""What a trainer asks of all replicas at once, between two steps of each: pause, go on, new weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from outrider.verifier_service.messages.engine import (
     InitWeightsGroup,
     PauseGeneration,
     PauseMode,
+    UpdateDraftWeights,
     UpdateWeights,
 )
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
-CallVerifier = Callable[[str, Control], Awaitable[ControlResult]]  # endpoint and message; raises `ConnectionError`
+Call = Callable[[str, Control], Awaitable[ControlResult]]  # endpoint and message; raises `ConnectionError`
+Stub = Callable[[grpc.aio.Channel], link_pb2_grpc.VerifierLinkStub | link_pb2_grpc.DrafterLinkStub]
 
 
-async def call_verifier(credentials: LinkCredentials | None, endpoint: str, message: Control) -> ControlResult:
-    """Send one control message to a verifier, and wait for its result; a pause may wait for long requests."""
+async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, message: Control) -> ControlResult:
+    """Send one control message, and wait for its result; a pause may wait for long requests."""
     async with open_channel(endpoint, credentials) as channel:
         try:
-            answer = await link_pb2_grpc.VerifierLinkStub(channel).Control(link_pb2.Frame(payload=encode(message)))
+            answer = await stub(channel).Control(link_pb2.Frame(payload=encode(message)))
             result: ControlResult = decode(answer.payload, (ControlResult,))
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(str(error.details())) from error
@@ -46,29 +48,37 @@ async def call_verifier(credentials: LinkCredentials | None, endpoint: str, mess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """What the verifiers answered together."""
+    """What the replicas answered together."""
 
-    weight_versions: tuple[str, ...]  # one per verifier
-    is_paused: bool  # no verifier runs steps
+    weight_versions: tuple[str, ...]  # one per replica
+    is_paused: bool  # none runs steps
     num_requests: int = 0  # aborted by the call, or kept
     num_missing_tensors: int = 0  # of an update that is half here
 
     @property
     def weight_version(self) -> str:
-        """The version of all verifiers, or theirs in order, joined by commas."""
+        """The version of all replicas, or theirs in order, joined by commas."""
         return ",".join(dict.fromkeys(self.weight_versions))
 
 
 class FleetControl:
-    """Calls every verifier of the fleet, at the same time; each call may be repeated.
+    """Calls every verifier of the fleet, or every drafter, at the same time; each call may be repeated.
 
-    A call that fails at one verifier is an error that names it; the others have done what was asked. Then the same call
-    again does the rest. Raises `Unavailable` without a verifier or if one cannot be reached, `InvalidRequest` if one
+    A call that fails at one replica is an error that names it; the others have done what was asked. Then the same call
+    again does the rest. Raises `Unavailable` without a replica or if one cannot be reached, `InvalidRequest` if one
     refuses.
     """
 
-    def __init__(self, snapshot: Callable[[], FleetSnapshot | None], call: CallVerifier) -> None:
-        self._snapshot, self._call = snapshot, call
+    def __init__(self, snapshot: Callable[[], FleetSnapshot | None], call_verifier: Call, call_drafter: Call) -> None:
+        self._snapshot, self._call_verifier, self._call_drafter = snapshot, call_verifier, call_drafter
+
+    @classmethod
+    def over_links(
+        cls, snapshot: Callable[[], FleetSnapshot | None], credentials: LinkCredentials | None
+    ) -> FleetControl:
+        """Call replicas over gRPC, with the links' credentials."""
+        verifiers = functools.partial(_call, link_pb2_grpc.VerifierLinkStub, credentials)
+        return cls(snapshot, verifiers, functools.partial(_call, link_pb2_grpc.DrafterLinkStub, credentials))
 
     @property
     def verifiers(self) -> Sequence[VerifierReport]:
@@ -162,6 +172,23 @@ class FleetControl:
             )
         )
 
+    async def update_drafters(self, folder: str, weight_version: str | None = None) -> FleetResult:
+        """Give drafters in pools, or where there are none those in verifiers, weights of their own from a folder."""
+
+        def message(call_id: str, _: int) -> UpdateDraftWeights:
+            return UpdateDraftWeights(call_id=call_id, folder=folder, weight_version=weight_version)
+
+        snapshot = self._snapshot()
+        reports = [] if snapshot is None else [state.report for state in snapshot.drafters if not state.report.draining]
+        if not reports:
+            return await self._on_all(message)
+        return await _together(
+            [
+                (f"drafter {report.drafter_id}", self._call_drafter(report.endpoint, message(_new_id(), 0)))
+                for report in reports
+            ]
+        )
+
     async def _next_version(self) -> str:
         """Return the number after the fleet's highest."""
         versions = (await self.state()).weight_versions
@@ -174,28 +201,34 @@ class FleetControl:
             raise Unavailable("no verifier is ready")
         num_before, calls = 0, []
         for report in reports:
-            calls.append(self._call(report.endpoint, message(uuid.uuid4().hex, num_before)))
+            call = self._call_verifier(report.endpoint, message(_new_id(), num_before))
+            calls.append((f"verifier {report.verifier_id}", call))
             num_before += report.num_ranks
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        results = [self._checked(report, answer) for report, answer in zip(reports, answers, strict=True)]
-        return FleetResult(
-            weight_versions=tuple(result.weight_version for result in results),
-            is_paused=all(result.is_paused for result in results),
-            num_requests=sum(result.num_requests for result in results),
-            num_missing_tensors=max(result.num_missing_tensors for result in results),
-        )
-
-    def _checked(self, report: VerifierReport, answer: ControlResult | BaseException) -> ControlResult:
-        """Return a verifier's result; raises its error."""
-        if isinstance(answer, ConnectionError):
-            raise Unavailable(f"verifier {report.verifier_id} cannot be reached: {answer}") from answer
-        if isinstance(answer, BaseException):
-            raise RequestFailed(f"verifier {report.verifier_id}: {answer!r}") from answer
-        if answer.error is not None:
-            raise InvalidRequest(f"verifier {report.verifier_id}: {answer.error}")
-        return answer
+        return await _together(calls)
 
 
-def verifier_calls(credentials: LinkCredentials | None) -> CallVerifier:
-    """Return `call_verifier` with the links' credentials."""
-    return functools.partial(call_verifier, credentials)
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+async def _together(calls: Sequence[tuple[str, Awaitable[ControlResult]]]) -> FleetResult:
+    """Await the calls of named replicas; raises the first one's error once all have ended."""
+    answers = await asyncio.gather(*(call for _, call in calls), return_exceptions=True)
+    results = [_checked(name, answer) for (name, _), answer in zip(calls, answers, strict=True)]
+    return FleetResult(
+        weight_versions=tuple(result.weight_version for result in results),
+        is_paused=all(result.is_paused for result in results),
+        num_requests=sum(result.num_requests for result in results),
+        num_missing_tensors=max(result.num_missing_tensors for result in results),
+    )
+
+
+def _checked(name: str, answer: ControlResult | BaseException) -> ControlResult:
+    """Return a replica's result; raises its error."""
+    if isinstance(answer, ConnectionError):
+        raise Unavailable(f"{name} cannot be reached: {answer}") from answer
+    if isinstance(answer, BaseException):
+        raise RequestFailed(f"{name}: {answer!r}") from answer
+    if answer.error is not None:
+        raise InvalidRequest(f"{name}: {answer.error}")
+    return answer

@@ -1,12 +1,14 @@
 """Log probabilities in the clients' formats: OpenAI's two, and vLLM's for prompts.
 
-As in OpenAI's, a token that is a part of a character is named by its bytes, as in `bytes:\\xe6`.
+As in OpenAI's, a token that is a part of a character is named by its bytes, as in `bytes:\\xe6`. `as_ids`: every token
+is named by its id, as in vLLM's `token_id:5`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
@@ -24,27 +26,31 @@ class ShownToken:
 
 
 def completion_logprobs(
-    tokens: Sequence[ShownToken], codec: TextCodec, *, num_top: int, first_offset: int
+    tokens: Sequence[ShownToken], codec: TextCodec, *, num_top: int, first_offset: int, as_ids: bool = False
 ) -> dict[str, Any]:
     """Return /v1/completions' four lists; `first_offset` is the first token's offset in the text, in characters."""
+    name = _naming(codec, as_ids)
     offsets, offset = [], first_offset
     for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
     return {
-        "tokens": [token_name(token.id, codec) for token in tokens],
+        "tokens": [name(token.id) for token in tokens],
         "token_logprobs": [token.logprobs and finite(token.logprobs.logprob) for token in tokens],
-        "top_logprobs": [token.logprobs and _top_by_name(token.logprobs, codec, num_top) for token in tokens],
+        "top_logprobs": [token.logprobs and _top_by_name(token.logprobs, name, num_top) for token in tokens],
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(entries: Iterable[TokenLogprobs], codec: TextCodec, *, num_top: int) -> dict[str, Any]:
+def chat_logprobs(
+    entries: Iterable[TokenLogprobs], codec: TextCodec, *, num_top: int, as_ids: bool = False
+) -> dict[str, Any]:
     """Return /v1/chat/completions' list, an object per token."""
+    name = _naming(codec, as_ids)
     content = [
         {
-            **_chat_token(entry.token_id, entry.logprob, codec),
-            "top_logprobs": [_chat_token(id_, logprob, codec) for id_, logprob in _top(entry, num_top)],
+            **_chat_token(entry.token_id, entry.logprob, codec, name),
+            "top_logprobs": [_chat_token(id_, logprob, codec, name) for id_, logprob in _top(entry, num_top)],
         }
         for entry in entries
     ]
@@ -66,6 +72,15 @@ def token_name(token_id: int, codec: TextCodec) -> str:
     return "bytes:" + "".join(f"\\x{value:02x}" for value in values)
 
 
+def id_name(token_id: int) -> str:
+    """Return what vLLM calls a token that is named by its id."""
+    return f"token_id:{token_id}"
+
+
+def _naming(codec: TextCodec, as_ids: bool) -> Callable[[int], str]:
+    return id_name if as_ids else partial(token_name, codec=codec)
+
+
 def _by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, Any]:
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(_top(entry, num_top), start=1)]
@@ -75,11 +90,11 @@ def _by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, An
     }
 
 
-def _top_by_name(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, float]:
+def _top_by_name(entry: TokenLogprobs, name: Callable[[int], str], num_top: int) -> dict[str, float]:
     """Return the likeliest tokens and the token itself: up to `num_top` + 1, as OpenAI."""
     named: dict[str, float] = {}
     for id_, logprob in [*_top(entry, num_top), (entry.token_id, entry.logprob)]:
-        named.setdefault(token_name(id_, codec), finite(logprob))  # of two tokens with the same text, the likelier
+        named.setdefault(name(id_), finite(logprob))  # of two tokens with the same text, the likelier
     return named
 
 
@@ -87,10 +102,10 @@ def _top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, float]]:
     return list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
 
 
-def _chat_token(token_id: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+def _chat_token(token_id: int, logprob: float, codec: TextCodec, name: Callable[[int], str]) -> dict[str, Any]:
     values = codec.token_bytes(token_id)
     return {
-        "token": token_name(token_id, codec),
+        "token": name(token_id),
         "logprob": finite(logprob),
         "bytes": None if values is None else list(values),
     }

@@ -25,7 +25,7 @@ from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
-from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
+from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
@@ -138,7 +138,7 @@ class GatewayReplica:
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
             gateway=self._gateway,
-            fleet=FleetControl(lambda: self._router.snapshot, verifier_calls(config.links.credentials)),
+            fleet=FleetControl.over_links(lambda: self._router.snapshot, config.links.credentials),
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
             tensor_parallel_size=config.verifiers.tensor_parallel_size,

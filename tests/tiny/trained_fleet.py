@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from exactness.small_engines import load
@@ -21,7 +22,7 @@ from fakes.backend import build_tokenizer
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
-from outrider.cluster.gateway.fleet_control import FleetControl, verifier_calls
+from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
@@ -128,6 +129,7 @@ class TrainedFleet:
     """What a trainer reaches over HTTP."""
 
     http: httpx.AsyncClient
+    app: FastAPI
     gateway: Gateway
     core: RouterCore
     fleet: FleetControl
@@ -189,7 +191,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     async def is_healthy() -> bool:
         return bool(control.verifiers)
 
-    control = FleetControl(lambda: core.snapshot(time.time()), verifier_calls(None))
+    control = FleetControl.over_links(lambda: core.snapshot(time.time()), None)
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
         gateway=gateway, fleet=control, is_healthy=is_healthy, model_path=str(folder / "v0"), tensor_parallel_size=1
@@ -197,7 +199,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     add_trainer_routes(app, doors)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as http:
-        fleet = TrainedFleet(http, gateway, core, control, folder)
+        fleet = TrainedFleet(http, app, gateway, core, control, folder)
         client.snapshot = core.snapshot(time.time())
         following = asyncio.create_task(client.follow())
         for index in range(num_verifiers):

@@ -35,6 +35,7 @@ class Answer:
     created: int
     include_usage: bool
     return_token_ids: bool
+    names_ids: bool = False
     requests: list[ValidRequest] = field(default_factory=list)
     reader: Callable[[], ReplyReader | None] = lambda: None  # one reader per choice
     id: str = ""
@@ -117,6 +118,7 @@ class Answer:
             request=request,
             codec=codec,
             return_token_ids=self.return_token_ids,
+            names_ids=self.names_ids,
             reader=self.reader(),
         )
 

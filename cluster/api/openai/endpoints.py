@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect
 from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
 from outrider.cluster.api.openai.chats import Chats
-from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat
+from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat, Format
 from outrider.cluster.api.openai.protocol import (
     MAX_TOKENIZED_CHARS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     TokenizeBody,
     parse_body,
     parse_json,
@@ -79,7 +80,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
     async def completions(request: Request) -> Response:
         body = parse_body(await read_json(request), CompletionBody)
         gateway.check_model_name(body.model)
-        answer = Answer(gateway, CompletionFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
+        answer = _answer(gateway, CompletionFormat(), int(wall_clock()), body)
         answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
         return GenerationResponse(answer, stream=bool(body.stream))
 
@@ -87,13 +88,19 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
     async def chat_completions(request: Request) -> Response:
         body = parse_body(await read_json(request), ChatBody)
         gateway.check_model_name(body.model)
-        answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
+        answer = _answer(gateway, ChatFormat(), int(wall_clock()), body)
         await chats.open(answer, body)
         return GenerationResponse(answer, stream=bool(body.stream))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         raise InvalidRequest("/v1/embeddings is not served: the model generates text", "model")
+
+
+def _answer(gateway: Gateway, format_: Format, created: int, body: GenerationBody) -> Answer:
+    """Return an answer that shows what the body asks for."""
+    shown = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+    return Answer(gateway, format_, created, body.include_usage, *shown)
 
 
 def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:

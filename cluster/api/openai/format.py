@@ -79,6 +79,7 @@ class ShownChoice:
     request: ValidRequest
     codec: TextCodec
     return_token_ids: bool
+    names_ids: bool  # log probabilities name tokens by their ids
     reader: ReplyReader | None = None  # None: all text is content
     said: ReplyPart = field(default_factory=ReplyPart)  # of the last chunk
     num_calls: int = 0  # shown before
@@ -240,7 +241,8 @@ def _completion_logprobs(shown: ShownChoice, chunk: GatewayChunk, echo: Sequence
         entries = chunk.prompt_logprobs or ()
         prompt = zip(shown.request.prompt_token_ids, echo, entries, strict=True)
         tokens = [ShownToken(id=id_, text=text, logprobs=entry) for id_, text, entry in prompt] + tokens
-    return completion_logprobs(tokens, shown.codec, num_top=num_top, first_offset=shown.num_chars)
+    place = {"num_top": num_top, "first_offset": shown.num_chars}
+    return completion_logprobs(tokens, shown.codec, **place, as_ids=shown.names_ids)
 
 
 def _chat_logprobs(shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any] | None:
@@ -248,7 +250,7 @@ def _chat_logprobs(shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any] | 
     if num_top is None:
         return None
     entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
-    return chat_logprobs(entries, shown.codec, num_top=num_top)
+    return chat_logprobs(entries, shown.codec, num_top=num_top, as_ids=shown.names_ids)
 
 
 def _reason(chunk: GatewayChunk) -> str | None:

@@ -112,6 +112,7 @@ class GenerationBody(ModelBody):
     prompt_logprobs: int | None = None
     logprobs_mode: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     target_inter_token_ms: float | None = None
     session_id: str | None = None

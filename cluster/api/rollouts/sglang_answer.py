@@ -74,7 +74,7 @@ class NativeAnswer:
             "num_retractions": 0,
             "e2e_latency": time.monotonic() - self.began_s,
             **(self._logprobs(request, prompt, chunk) if prompt.has_logprobs else {}),
-            **_speculation(chunk.speculation),
+            **_speculation(chunk.speculation, len(chunk.tokens)),
         }
 
     def _logprobs(self, request: ValidRequest, prompt: NativePrompt, chunk: GatewayChunk) -> dict[str, Any]:
@@ -124,17 +124,21 @@ def _finish_reason(chunk: GatewayChunk, max_new_tokens: int) -> dict[str, Any] |
             return {"type": reason.value, "message": "Aborted", "status_code": None, "err_type": None}
 
 
-def _speculation(metrics: SpeculationMetrics | None) -> dict[str, Any]:
-    """Return SGLang's counts, under the names of 0.5.15, which slime reads, and of 0.5.23."""
-    if metrics is None or not metrics.num_drafts:
+def _speculation(metrics: SpeculationMetrics | None, num_tokens: int) -> dict[str, Any]:
+    """Return SGLang's counts, under the names of 0.5.15, which slime reads, and of 0.5.23.
+
+    Every decode step counts as a verification, one without a draft too: slime divides the tokens by them.
+    """
+    num_steps = 0 if metrics is None else metrics.num_drafts + metrics.num_empty_rounds
+    if metrics is None or num_steps == 0:
         return {}
     accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
     return {
-        "spec_verify_ct": metrics.num_drafts,
+        "spec_verify_ct": num_steps,
         "spec_accept_token_num": accepted,
         "spec_num_correct_drafts": accepted,
         "spec_draft_token_num": drafted,
         "spec_num_proposed_drafts": drafted,
-        "spec_accept_rate": metrics.draft_acceptance_rate,
-        "spec_accept_length": metrics.mean_acceptance_length,
+        "spec_accept_rate": metrics.draft_acceptance_rate or 0.0,
+        "spec_accept_length": num_tokens / num_steps,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -218,12 +218,12 @@ class _UpdateBody(ModelBody):
     load_format: str | None = None
     weight_version: str | None = None
     abort_all_requests: bool | None = None
-    selector: str | None = None
 
 
 class GroupUpdateBody(_UpdateBody):
     """The body of /update_weights_from_distributed: one bucket of tensors."""
 
+    selector: Literal["target"] | None = None  # drafters take theirs from a folder
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -240,7 +240,10 @@ class FolderUpdateBody(_UpdateBody):
     """The body of /update_weights_from_disk."""
 
     model_path: str
+    selector: str | None = None  # target, or draft: heads and draft models
 
     def model_post_init(self, _: Any) -> None:
         if self.load_format not in (None, "auto", "safetensors"):
             raise InvalidRequest("load_format must be auto or safetensors", "load_format")
+        if self.selector not in (None, "target", "draft"):
+            raise InvalidRequest("selector must be target or draft", "selector")

@@ -147,7 +147,8 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
         body = parse_native(await read_json(request), FolderUpdateBody)
         if body.abort_all_requests:
             doors.gateway.abort_all()
-        return await outcome("The update", fleet.update_from_folder(body.model_path, body.weight_version))
+        update = fleet.update_drafters if body.selector == "draft" else fleet.update_from_folder
+        return await outcome("The update", update(body.model_path, body.weight_version))
 
     @app.post("/update_weights_from_tensor")
     async def update_from_tensor() -> Response:
@@ -187,20 +188,29 @@ def _add_state_routes(app: FastAPI, doors: TrainerDoors) -> None:
     ):
         app.get(path)(answer)
 
-    @app.get("/v1/loads")
-    async def loads() -> dict[str, Any]:
+    async def load() -> dict[str, Any]:
         """Return one load for the whole fleet; this gateway, the only one, knows every request."""
-        now, num_requests = datetime.datetime.now(datetime.UTC).isoformat(), gateway.num_running
-        num_waiting = 0
+        num_requests = num_waiting = gateway.num_running
         with contextlib.suppress(OutriderError):  # no verifier: all wait
-            num_waiting = max(0, num_requests - (await fleet.state()).num_requests)
-        load = {
-            "timestamp": now,
+            state = await fleet.state()
+            if not state.is_paused:
+                num_waiting = max(0, num_requests - state.num_requests)
+        return {
             "dp_rank": 0,
+            "num_reqs": num_requests,
             "num_running_reqs": num_requests - num_waiting,
             "num_waiting_reqs": num_waiting,
         }
-        return {"timestamp": now, "version": __version__, "num_accelerators": fleet.num_ranks, "loads": [load]}
+
+    @app.get("/get_load")
+    async def loads_alone() -> list[dict[str, Any]]:
+        return [await load()]
+
+    @app.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        about = {"timestamp": now, "version": __version__, "num_accelerators": fleet.num_ranks}
+        return {**about, "loads": [{"timestamp": now, **await load()}]}
 
 
 def _parallel_info(doors: TrainerDoors) -> dict[str, Any]:

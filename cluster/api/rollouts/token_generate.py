@@ -16,7 +16,7 @@ from outrider.cluster.api.openai.format import metrics_object, usage_object
 from outrider.cluster.api.openai.protocol import GenerationBody, ModelBody, TokenIds, parse_body
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.choice import GatewayChunk
-from outrider.cluster.gateway.logprobs_format import finite, prompt_logprobs
+from outrider.cluster.gateway.logprobs_format import finite, id_name, prompt_logprobs
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.verifier_service.messages.request import FinishReason, TokenLogprobs
 
@@ -145,5 +145,5 @@ def _token(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
 
 
 def _named(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-    name = {"token_id": token_id, "token": f"token_id:{token_id}", "bytes": None}
+    name = {"token_id": token_id, "token": id_name(token_id), "bytes": None}
     return {**name, "logprob": finite(logprob), "rank": rank}

@@ -98,7 +98,11 @@ def _add_pauses(app: FastAPI, doors: TrainerDoors) -> None:
 
     @app.post("/reset_prefix_cache")
     async def reset() -> dict[str, Any]:
-        await fleet.flush()
+        """Empty the prefix caches; "success" is false while requests are here."""
+        try:
+            await fleet.flush()
+        except InvalidRequest:
+            return {"success": False}
         return {"success": True}
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fakes.reports import verifier_report
+from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.common.errors import InvalidRequest, Unavailable
 from outrider.cluster.gateway.fleet_control import FleetControl
-from outrider.cluster.router.fleet import FleetSnapshot, VerifierState
+from outrider.cluster.router.fleet import DrafterState, FleetSnapshot, VerifierState
 from outrider.verifier_service.messages.engine import (
     AskState,
     Control,
@@ -18,6 +19,7 @@ from outrider.verifier_service.messages.engine import (
     InitWeightsGroup,
     PauseGeneration,
     PauseMode,
+    UpdateDraftWeights,
     UpdateWeights,
 )
 from outrider.verifier_service.messages.request import SpeculationPlan
@@ -26,13 +28,13 @@ from outrider.verifier_service.messages.request import SpeculationPlan
 class Fleet:
     """Verifiers that the test answers for."""
 
-    def __init__(self, *verifiers: Any) -> None:
+    def __init__(self, *verifiers: Any, drafters: Sequence[Any] = ()) -> None:
         self.calls: list[tuple[str, Control]] = []
         self.answers: dict[str, Any] = {}  # by endpoint: a `ControlResult`, or an error
         states = [VerifierState(report=report, reported_s=0.0, default_plan=SpeculationPlan()) for report in verifiers]
-        self.control = FleetControl(
-            lambda: FleetSnapshot(verifiers=tuple(states), drafters=(), decided_at_s=0.0), self._call
-        )
+        drafting = [DrafterState(report=report, reported_s=0.0) for report in drafters]
+        snapshot = FleetSnapshot(verifiers=tuple(states), drafters=tuple(drafting), decided_at_s=0.0)
+        self.control = FleetControl(lambda: snapshot, self._call, self._call)
 
     async def _call(self, endpoint: str, message: Control) -> ControlResult:
         self.calls.append((endpoint, message))
@@ -107,6 +109,20 @@ async def test_a_verifier_that_fails_is_named_once_all_have_answered(answer: Any
     with pytest.raises(kind, match="verifier a"):
         await fleet.control.update_from_folder("/w", "1")
     assert [endpoint for endpoint, _ in fleet.calls] == ["a:1", "b:1"]
+
+
+async def test_drafters_in_pools_take_their_own_weights_else_those_in_verifiers():
+    drafters = [drafter_report("d0"), drafter_report("d1"), drafter_report("gone", draining=True)]
+    fleet = Fleet(verifier_report("a"), drafters=drafters)
+    await fleet.control.update_drafters("/head", "3")
+    assert [endpoint for endpoint, _ in fleet.calls] == ["d0:1", "d1:1"]
+    assert {(message.folder, message.weight_version) for message in fleet.sent(UpdateDraftWeights)} == {("/head", "3")}
+    fleet.answers = {"d1:1": ControlResult(call_id="", error="another head")}
+    with pytest.raises(InvalidRequest, match="drafter d1: another head"):
+        await fleet.control.update_drafters("/head")
+    alone = Fleet(verifier_report("a"))
+    await alone.control.update_drafters("/head")
+    assert [endpoint for endpoint, _ in alone.calls] == ["a:1"]
 
 
 async def test_without_a_verifier_there_is_nothing_to_call():

@@ -53,3 +53,13 @@ def test_offsets_go_on_where_the_text_was(tokenizer):
     codec = TextCodec(tokenizer)
     tokens = [ShownToken(id=5, text=text, logprobs=None) for text in ("ab", "", "c")]
     assert completion_logprobs(tokens, codec, num_top=0, first_offset=7)["text_offset"] == [7, 9, 9]
+
+
+def test_tokens_are_named_by_their_ids_if_asked(tokenizer):
+    codec = TextCodec(tokenizer)
+    one = TokenLogprobs(token_id=5, logprob=-0.5, rank=2, top_token_ids=(6,), top_logprobs=(-0.25,))
+    tokens = [ShownToken(id=5, text="x", logprobs=one)]
+    shown = completion_logprobs(tokens, codec, num_top=1, first_offset=0, as_ids=True)
+    assert (shown["tokens"], shown["top_logprobs"]) == (["token_id:5"], [{"token_id:6": -0.25, "token_id:5": -0.5}])
+    (item,) = chat_logprobs([one], codec, num_top=1, as_ids=True)["content"]
+    assert (item["token"], item["top_logprobs"][0]["token"]) == ("token_id:5", "token_id:6")

@@ -7,11 +7,18 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
+from fakes.backend import FakeBackend, build_gateway
+from outrider.cluster.api.rollouts.doors import TrainerDoors
+from outrider.cluster.api.rollouts.sglang_routes import add_sglang_routes
+from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.verifier_service.messages.request import SpeculationMetrics
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
 from tiny.trained_fleet import TrainedFleet, trained_fleet, until
@@ -25,6 +32,14 @@ LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 async def fleet(tmp_path: Path) -> AsyncIterator[TrainedFleet]:
     async with trained_fleet(tmp_path) as fleet:
         yield fleet
+
+
+async def healthy() -> bool:
+    return True
+
+
+async def nobody(endpoint: str, message: object) -> NoReturn:
+    raise AssertionError("there is no verifier")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +173,29 @@ async def test_a_bad_field_is_named(fleet: TrainedFleet, body: dict[str, Any], f
     assert field in error["message"]
 
 
+async def test_every_step_counts_as_a_verification(tokenizer: Any):
+    """A step without a draft, too: slime's acceptance length is the tokens, divided by the verifications."""
+    speculation = SpeculationMetrics(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, num_empty_rounds=1)
+    gateway = build_gateway(FakeBackend(lambda _: [[5], [6, 7, 8], [9, 10]], speculation=speculation), tokenizer)
+    app = FastAPI()
+    app.state.body_timeout_s = 5.0
+    fleet = FleetControl(lambda: None, nobody, nobody)
+    doors = TrainerDoors(gateway=gateway, fleet=fleet, is_healthy=healthy, model_path="", tensor_parallel_size=1)
+    add_sglang_routes(app, doors)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        answer = (await client.post("/generate", json={"input_ids": PROMPT, "sampling_params": GREEDY})).json()
+    counts = {name: value for name, value in answer["meta_info"].items() if name.startswith("spec_")}
+    assert counts == {
+        "spec_verify_ct": 3,
+        "spec_accept_token_num": 3,
+        "spec_num_correct_drafts": 3,
+        "spec_draft_token_num": 6,
+        "spec_num_proposed_drafts": 6,
+        "spec_accept_rate": 0.5,
+        "spec_accept_length": 2.0,
+    }
+
+
 # --- abort, pause, flush ---
 
 
@@ -186,7 +224,7 @@ async def test_a_pause_aborts_and_new_requests_wait_for_its_end(fleet: TrainedFl
     waiting = asyncio.create_task(generate(fleet))
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    assert (await fleet.http.get("/v1/loads?include=core")).json()["loads"][0]["num_running_reqs"] == 1
+    assert (await fleet.http.get("/v1/loads?include=core")).json()["loads"][0]["num_waiting_reqs"] == 1
     await post(fleet, "/continue_generation")
     assert (await waiting)["output_ids"] == of_model(None, PROMPT, 8)[0]
     assert (await fleet.http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
@@ -288,6 +326,16 @@ async def test_a_folder_that_does_not_fit_changes_nothing(fleet: TrainedFleet, t
     assert not answer["success"]
     assert "another model" in answer["message"]
     assert (await generate(fleet))["output_ids"] == of_model(None, PROMPT, 8)[0]
+
+
+async def test_a_drafter_has_an_update_of_its_own(fleet: TrainedFleet, new: str):
+    body = {"model_path": new, "selector": "draft"}
+    answer = await post(fleet, "/update_weights_from_disk", body, status=400)
+    assert "verifier v0: " in answer["message"]
+    assert "draft" in answer["message"]
+    assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "default"}
+    refused = await post(fleet, "/update_weights_from_disk", {**body, "selector": "all"}, status=400)
+    assert refused["error"]["param"] == "selector"
 
 
 async def test_pickled_tensors_are_refused_by_name(fleet: TrainedFleet):
