@@ -4,15 +4,18 @@
 # source: outrider/proto/generation.proto
 # Protobuf Python Version: 6.30.0
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 30, 0, "", "outrider/proto/generation.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    30,
+    0,
+    '',
+    'outrider/proto/generation.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,61 +25,59 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1foutrider/proto/generation.proto\x12\x0boutrider.v1\x1a\x1cgoogle/protobuf/struct.proto"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r"\x1e\n\x0bTextChoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t"\xe0\t\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12 \n\x13\x64isable_spec_decode\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0c\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\r\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x11 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x10\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08H\x11\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x12\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x16 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x17 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12*\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x18.outrider.v1.TextChoicesH\x00\x12$\n\x17rejection_sample_method\x18\x1b \x01(\tH\x13\x88\x01\x01\x12\x11\n\tbad_words\x18\x1c \x03(\t\x12\x1a\n\rlogprobs_mode\x18\x1d \x01(\tH\x14\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11structured_outputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x19\n\x17_num_speculative_tokensB\x16\n\x14_disable_spec_decodeB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\x1a\n\x18_rejection_sample_methodB\x10\n\x0e_logprobs_mode"\xbc\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nsession_id\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x03\x88\x01\x01\x12"\n\x15target_inter_token_ms\x18\x08 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nprediction\x18\t \x01(\tH\x05\x88\x01\x01\x12\x18\n\x0bhistory_key\x18\n \x01(\tH\x06\x88\x01\x01\x12\x12\n\x05store\x18\x0b \x01(\x08H\x07\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\r\n\x0b_session_idB\r\n\x0b_cache_saltB\x18\n\x16_target_inter_token_msB\r\n\x0b_predictionB\x0e\n\x0c_history_keyB\x08\n\x06_store"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02"\x85\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04rank\x18\x03 \x01(\rH\x01\x88\x01\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.outrider.v1.TopLogprobB\n\n\x08_logprobB\x07\n\x05_rank"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r"\xc2\x02\n\x1aSpeculativeDecodingMetrics\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x17\n\x0f\x64isabled_reason\x18\x02 \x01(\t\x12#\n\x16mean_acceptance_length\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12"\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x12\x1f\n\x17rejection_sample_method\x18\x08 \x01(\t\x12\x10\n\x08is_lossy\x18\t \x01(\x08\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rate"\x95\x03\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x45\n\x14speculative_decoding\x18\x07 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x08 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x10\n\x08warnings\x18\x0b \x03(\t"\xc5\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x45\n\x14speculative_decoding\x18\x05 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x06 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs"\x81\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x10\n\x08warnings\x18\x04 \x03(\t"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t"\x15\n\x13GetModelInfoRequest"l\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r"\x16\n\x14GetServerInfoRequest"[\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r"\x11\n\x0fGetLoadsRequest"9\n\x10GetLoadsResponse\x12%\n\x04load\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x32\xd7\x03\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateChunk0\x01\x12L\n\rGenerateUnary\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a".outrider.v1.GetServerInfoResponse\x12G\n\x08GetLoads\x12\x1c.outrider.v1.GetLoadsRequest\x1a\x1d.outrider.v1.GetLoadsResponseb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/proto/generation.proto\x12\x0boutrider.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x1e\n\x0bTextChoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\xe0\t\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12 \n\x13\x64isable_spec_decode\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0c\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\r\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x11 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x10\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08H\x11\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x12\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x16 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x17 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12*\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x18.outrider.v1.TextChoicesH\x00\x12$\n\x17rejection_sample_method\x18\x1b \x01(\tH\x13\x88\x01\x01\x12\x11\n\tbad_words\x18\x1c \x03(\t\x12\x1a\n\rlogprobs_mode\x18\x1d \x01(\tH\x14\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11structured_outputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x19\n\x17_num_speculative_tokensB\x16\n\x14_disable_spec_decodeB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\x1a\n\x18_rejection_sample_methodB\x10\n\x0e_logprobs_mode\"\xbc\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nsession_id\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x03\x88\x01\x01\x12\"\n\x15target_inter_token_ms\x18\x08 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nprediction\x18\t \x01(\tH\x05\x88\x01\x01\x12\x18\n\x0bhistory_key\x18\n \x01(\tH\x06\x88\x01\x01\x12\x12\n\x05store\x18\x0b \x01(\x08H\x07\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\r\n\x0b_session_idB\r\n\x0b_cache_saltB\x18\n\x16_target_inter_token_msB\r\n\x0b_predictionB\x0e\n\x0c_history_keyB\x08\n\x06_store\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x85\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04rank\x18\x03 \x01(\rH\x01\x88\x01\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.outrider.v1.TopLogprobB\n\n\x08_logprobB\x07\n\x05_rank\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x02\n\x1aSpeculativeDecodingMetrics\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x17\n\x0f\x64isabled_reason\x18\x02 \x01(\t\x12#\n\x16mean_acceptance_length\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\"\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x12\x1f\n\x17rejection_sample_method\x18\x08 \x01(\t\x12\x10\n\x08is_lossy\x18\t \x01(\x08\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rate\"\x95\x03\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x45\n\x14speculative_decoding\x18\x07 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x08 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x10\n\x08warnings\x18\x0b \x03(\t\"\xc5\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x45\n\x14speculative_decoding\x18\x05 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x06 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\x81\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x10\n\x08warnings\x18\x04 \x03(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"l\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"[\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\"\x11\n\x0fGetLoadsRequest\"9\n\x10GetLoadsResponse\x12%\n\x04load\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x32\xd7\x03\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateChunk0\x01\x12L\n\rGenerateUnary\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\".outrider.v1.GetServerInfoResponse\x12G\n\x08GetLoads\x12\x1c.outrider.v1.GetLoadsRequest\x1a\x1d.outrider.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "outrider.proto.generation_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.proto.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_FINISHREASON"]._serialized_start = 3692
-    _globals["_FINISHREASON"]._serialized_end = 3812
-    _globals["_TOKENORIGIN"]._serialized_start = 3815
-    _globals["_TOKENORIGIN"]._serialized_end = 3961
-    _globals["_TOKENIDS"]._serialized_start = 78
-    _globals["_TOKENIDS"]._serialized_end = 101
-    _globals["_TEXTCHOICES"]._serialized_start = 103
-    _globals["_TEXTCHOICES"]._serialized_end = 133
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 136
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 1384
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 958
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 1006
-    _globals["_GENERATEREQUEST"]._serialized_start = 1387
-    _globals["_GENERATEREQUEST"]._serialized_end = 1831
-    _globals["_TOPLOGPROB"]._serialized_start = 1833
-    _globals["_TOPLOGPROB"]._serialized_end = 1880
-    _globals["_TOKENLOGPROBS"]._serialized_start = 1883
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2016
-    _globals["_USAGE"]._serialized_start = 2018
-    _globals["_USAGE"]._serialized_end = 2098
-    _globals["_SPECULATIVEDECODINGMETRICS"]._serialized_start = 2101
-    _globals["_SPECULATIVEDECODINGMETRICS"]._serialized_end = 2423
-    _globals["_GENERATECHUNK"]._serialized_start = 2426
-    _globals["_GENERATECHUNK"]._serialized_end = 2831
-    _globals["_CHOICE"]._serialized_start = 2834
-    _globals["_CHOICE"]._serialized_end = 3159
-    _globals["_GENERATERESPONSE"]._serialized_start = 3162
-    _globals["_GENERATERESPONSE"]._serialized_end = 3291
-    _globals["_ABORTREQUEST"]._serialized_start = 3293
-    _globals["_ABORTREQUEST"]._serialized_end = 3328
-    _globals["_ABORTRESPONSE"]._serialized_start = 3330
-    _globals["_ABORTRESPONSE"]._serialized_end = 3362
-    _globals["_GETMODELINFOREQUEST"]._serialized_start = 3364
-    _globals["_GETMODELINFOREQUEST"]._serialized_end = 3385
-    _globals["_GETMODELINFORESPONSE"]._serialized_start = 3387
-    _globals["_GETMODELINFORESPONSE"]._serialized_end = 3495
-    _globals["_GETSERVERINFOREQUEST"]._serialized_start = 3497
-    _globals["_GETSERVERINFOREQUEST"]._serialized_end = 3519
-    _globals["_GETSERVERINFORESPONSE"]._serialized_start = 3521
-    _globals["_GETSERVERINFORESPONSE"]._serialized_end = 3612
-    _globals["_GETLOADSREQUEST"]._serialized_start = 3614
-    _globals["_GETLOADSREQUEST"]._serialized_end = 3631
-    _globals["_GETLOADSRESPONSE"]._serialized_start = 3633
-    _globals["_GETLOADSRESPONSE"]._serialized_end = 3690
-    _globals["_INFERENCE"]._serialized_start = 3964
-    _globals["_INFERENCE"]._serialized_end = 4435
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3692
+  _globals['_FINISHREASON']._serialized_end=3812
+  _globals['_TOKENORIGIN']._serialized_start=3815
+  _globals['_TOKENORIGIN']._serialized_end=3961
+  _globals['_TOKENIDS']._serialized_start=78
+  _globals['_TOKENIDS']._serialized_end=101
+  _globals['_TEXTCHOICES']._serialized_start=103
+  _globals['_TEXTCHOICES']._serialized_end=133
+  _globals['_SAMPLINGPARAMS']._serialized_start=136
+  _globals['_SAMPLINGPARAMS']._serialized_end=1384
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=958
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1006
+  _globals['_GENERATEREQUEST']._serialized_start=1387
+  _globals['_GENERATEREQUEST']._serialized_end=1831
+  _globals['_TOPLOGPROB']._serialized_start=1833
+  _globals['_TOPLOGPROB']._serialized_end=1880
+  _globals['_TOKENLOGPROBS']._serialized_start=1883
+  _globals['_TOKENLOGPROBS']._serialized_end=2016
+  _globals['_USAGE']._serialized_start=2018
+  _globals['_USAGE']._serialized_end=2098
+  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_start=2101
+  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_end=2423
+  _globals['_GENERATECHUNK']._serialized_start=2426
+  _globals['_GENERATECHUNK']._serialized_end=2831
+  _globals['_CHOICE']._serialized_start=2834
+  _globals['_CHOICE']._serialized_end=3159
+  _globals['_GENERATERESPONSE']._serialized_start=3162
+  _globals['_GENERATERESPONSE']._serialized_end=3291
+  _globals['_ABORTREQUEST']._serialized_start=3293
+  _globals['_ABORTREQUEST']._serialized_end=3328
+  _globals['_ABORTRESPONSE']._serialized_start=3330
+  _globals['_ABORTRESPONSE']._serialized_end=3362
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3364
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3385
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3387
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3495
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=3497
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=3519
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=3521
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3612
+  _globals['_GETLOADSREQUEST']._serialized_start=3614
+  _globals['_GETLOADSREQUEST']._serialized_end=3631
+  _globals['_GETLOADSRESPONSE']._serialized_start=3633
+  _globals['_GETLOADSRESPONSE']._serialized_end=3690
+  _globals['_INFERENCE']._serialized_start=3964
+  _globals['_INFERENCE']._serialized_end=4435
 # @@protoc_insertion_point(module_scope)
