@@ -71,13 +71,12 @@ async def test_pause_and_resume_of_all_servers(service: RolloutService, client: 
 
 async def test_a_cache_that_is_in_use_is_not_reset(service: RolloutService, client: Any):
     assert (await client.reset_prefix_cache())[service.url]["body"] == {"success": True}
-    await client.pause()
-    running = asyncio.create_task(client.generate(batch()))
-    async with asyncio.timeout(20):  # until the requests have reached the verifier
+    long = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+    running = asyncio.create_task(client.generate(batch(sampling_params=long)))
+    async with asyncio.timeout(20):  # until the requests hold KV
         while (answer := (await client.reset_prefix_cache())[service.url])["body"]["success"]:
             await asyncio.sleep(0.01)
     assert answer == {"status": 200, "body": {"success": False}}
-    await client.resume()
     await running
 
 
