@@ -132,6 +132,15 @@ class LLM:
         with self._alone():
             self._engine.update_weights(folder, weight_version)
 
+    def update_draft_weights(self, folder: str, weight_version: str | None = None) -> None:
+        """Give the draft model or head the weights of another checkpoint, in the format that it started from.
+
+        Tokens are the same with any. `weight_version`: the target's that they belong to, if it has a name. Raises
+        `ValueError` if they are refused, or the drafter has none of its own, and `RuntimeError` while prompts run.
+        """
+        with self._alone():
+            self._engine.update_draft_weights(folder, weight_version)
+
     def close(self) -> None:
         """Free the models and end the processes."""
         self._is_closed = True

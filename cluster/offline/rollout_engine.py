@@ -29,6 +29,7 @@ from outrider.verifier_service.messages.engine import (
     ControlResult,
     PauseGeneration,
     PauseMode,
+    UpdateDraftWeights,
     UpdateWeights,
 )
 from outrider.verifier_service.messages.request import RequestOutput, SpeculationMetrics
@@ -135,6 +136,10 @@ class RolloutEngine:
         nothing changes.
         """
         await asyncio.to_thread(self._update, weights, weight_version, PauseMode(mode))
+
+    async def update_draft_weights(self, folder: str | os.PathLike[str], weight_version: str | None = None) -> None:
+        """Give the draft model or head the weights of a checkpoint, between two steps; otherwise as in `LLM`."""
+        await self._told(UpdateDraftWeights(call_id="", folder=os.fspath(folder), weight_version=weight_version))
 
     async def pause(self, mode: str = PauseMode.KEEP) -> None:
         """Run no step until `resume`; `mode` as in `update_weights`. Returns once that is so."""

@@ -54,6 +54,12 @@ def engine(folders: dict[str, Path]) -> Iterator[RolloutEngine]:
         yield opened
 
 
+async def test_look_ups_have_no_weights_to_update(engine: RolloutEngine, folders: dict[str, Path]):
+    with pytest.raises(ValueError, match="suffix"):
+        await engine.update_draft_weights(folders["new"])
+    assert engine.weight_version == "default"
+
+
 @dataclass
 class Hold:
     """No step runs once a sample has `HELD_AT` tokens, until there are new weights, or the step breaks."""

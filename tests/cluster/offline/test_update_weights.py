@@ -20,8 +20,11 @@ SAMPLINGS = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temp
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded target with noise in every weight."""
-    folder = tmp_path_factory.mktemp("new") / "target"
-    shutil.copytree(target_path(), folder)
+    return with_noise(target_path(), tmp_path_factory.mktemp("new") / "target")
+
+
+def with_noise(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
     generator = torch.Generator().manual_seed(5)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
@@ -49,6 +52,27 @@ def test_answers_are_those_of_the_new_weights_there_and_back(folder: Path):
         assert answers(llm) == new, "KV of the old weights would say otherwise"
         llm.update_weights(str(target_path()))
         assert answers(llm) == old
+
+
+def test_a_draft_model_takes_weights_of_its_own(tmp_path: Path):
+    other = with_noise(draft_path(), tmp_path / "other")
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    def drafted(llm: LLM) -> tuple[list[list[int]], int]:
+        outputs = llm.generate(PROMPTS, sampling)
+        accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+        return [output.outputs[0].token_ids for output in outputs], accepted
+
+    with opened(target_path()) as llm:
+        tokens, num_accepted = drafted(llm)
+        llm.update_draft_weights(str(other))
+        noisy_tokens, num_noisy = drafted(llm)
+        llm.update_draft_weights(str(draft_path()))
+        assert drafted(llm) == (tokens, num_accepted)
+        assert noisy_tokens == tokens
+        assert num_noisy < num_accepted
+        with pytest.raises(ValueError, match="no folder"):
+            llm.update_draft_weights(str(tmp_path / "nowhere"))
 
 
 def test_weights_do_not_change_while_prompts_run_nor_by_a_folder_that_does_not_fit(folder: Path, tmp_path: Path):
