@@ -1,7 +1,7 @@
 """Log probabilities in the clients' formats: OpenAI's two, and vLLM's for prompts.
 
-As in OpenAI's, a token that is a part of a character is named by its bytes, as in `bytes:\\xe6`. `as_ids`: every token is
-named by its id, as in vLLM's `token_id:5`.
+As in OpenAI's, a token that is a part of a character is named by its bytes, as in `bytes:\\xe6`. `as_ids`: every token
+is named by its id, as in vLLM's `token_id:5`.
 """
 
 from __future__ import annotations
