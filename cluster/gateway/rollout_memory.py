@@ -28,7 +28,7 @@ class MemoryLimits:
     max_responses: int = 64  # of one key
     max_keys: int = 1 << 16
     max_tokens: int = 1 << 24  # of all keys, in 4 bytes each
-    max_drafter_responses: int = 10_000  # of all keys, as in drafters
+    max_drafter_responses: int = 10_000  # of all keys, as in drafters; 0: they keep none, and none is sent
     max_drafter_tokens: int = 500_000
 
 
@@ -207,7 +207,7 @@ class RolloutMemory:
 
         What is too much for one request goes with the next ones.
         """
-        if not key:
+        if not key or not self.limits.max_drafter_responses:
             return ()
         self._use(key)
         held, chosen, num_left = verifier.keys.get(key, {}), list[Remembered](), MAX_CARRIED_TOKENS

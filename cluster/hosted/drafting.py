@@ -30,7 +30,7 @@ from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import (
     EngineLoad,
-    PeerState,
+    LinkEvent,
     Relay,
     RequestLoad,
     StepTime,
@@ -39,7 +39,7 @@ from outrider.verifier_service.messages.request import DisabledReason, Request, 
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
+from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import first_nodes
 
 IDLE_S = 30.0  # without a step; then all sessions are closed, and running requests open new ones
@@ -112,7 +112,7 @@ class Drafters(Protocol):
     def send(self, relays: Sequence[Relay]) -> None:
         """Send frames, in order."""
 
-    def wait(self, timeout_s: float) -> list[PeerState | Relay]:
+    def wait(self, timeout_s: float) -> list[LinkEvent]:
         """Return what has arrived, oldest first; if nothing has, wait for the first message."""
 
 
@@ -285,18 +285,20 @@ class HostedDrafting:
             self.pricing.use_profile(self._seen.profile)
         self._has_verified = any(outcome.item.draft is not None for outcome in outcomes)
         self.stats.step_s.observe(step_s)
-        accepted = [(outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path]
-        self.coordinator.observe_accepted(accepted)
+        drafted = [outcome for outcome in outcomes if outcome.item.draft is not None]
+        self.coordinator.observe_verified(
+            (outcome.item.request, num_draft_tokens(outcome.item), len(outcome.path)) for outcome in drafted
+        )
         self.pricing.end_step(PricedStep(outcomes, (), shape, step_s=step_s, exposed_s=exposed_s))
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += shape.num_tokens
         for outcome in outcomes:
             if outcome.item.samples:
                 count_draft(outcome.item, num_accepted=len(outcome.path))
-            num_draft_tokens = 0 if outcome.item.draft is None else len(outcome.item.draft.token_ids)
+            num_drafted = num_draft_tokens(outcome.item)
             self.stats.num_committed_tokens += len(outcome.committed)
-            self.stats.num_drafts += num_draft_tokens > 0
-            self.stats.num_draft_tokens += num_draft_tokens
+            self.stats.num_drafts += num_drafted > 0
+            self.stats.num_draft_tokens += num_drafted
             self.stats.num_accepted_tokens += len(outcome.path)
 
     def _take_outcome(self, row: HostRow, request: Request) -> Outcome:

@@ -21,7 +21,7 @@ from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterDirectoryStub
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
 from outrider.verifier_service.links.link_pool import LinkPool
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import LinkEvent, Relay
 from outrider.verifier_service.messages.link import Hello, frame_of
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
@@ -56,7 +56,7 @@ class PoolConnection:
         self._report = report
         self._follow = follow
         self._credentials = credentials
-        self._arrived: queue.SimpleQueue[PeerState | Relay] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: LinkPool | None = None
         self._end: asyncio.Event | None = None
@@ -89,8 +89,8 @@ class PoolConnection:
         if links is not None:
             self._call(lambda: links.send(relays))
 
-    def wait(self, timeout_s: float) -> list[PeerState | Relay]:
-        arrived: list[PeerState | Relay] = []
+    def wait(self, timeout_s: float) -> list[LinkEvent]:
+        arrived: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
             arrived.append(self._arrived.get(timeout=timeout_s) if timeout_s > 0 else self._arrived.get_nowait())
             while True:

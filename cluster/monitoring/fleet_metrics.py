@@ -24,6 +24,7 @@ from outrider.cluster.monitoring.fleet_metric import (
     of_verifiers_by,
 )
 from outrider.cluster.monitoring.metrics import LABELS, Definition, alias_of
+from outrider.cluster.monitoring.update_metrics import UPDATES
 from outrider.cluster.router.fleet import FleetSnapshot, ReplicaState, VerifierReport
 from outrider.verifier_service.messages.engine import BreakerState
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -403,7 +404,7 @@ _GRAPHS = (
         _capture_seconds,
     ),
 )
-_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING)
+_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *UPDATES)
 FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 

@@ -29,6 +29,7 @@ from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import (
     ControlResult,
     PeerState,
+    PeerWeights,
     UpdateDraftWeights,
     UpdateWeights,
     WeightChange,
@@ -105,10 +106,17 @@ class PipeDraftClient:
         with self._noticing_loss():
             while self._is_up and self._pipe.poll(0):
                 update = decode(self._pipe.recv_bytes(), (DrafterUpdate,))
-                self.load = update.load or self.load
+                self._take_load(update.load)
                 self._results.extend(update.results)
                 for relay in update.relays:
                     self._relay.feed(relay)
+
+    def _take_load(self, load: DrafterLoad | None) -> None:
+        if load is None:
+            return
+        told, self.load = None if self.load is None else self.load.weight_version, load
+        if load.weight_version is not None and load.weight_version != told:
+            self._relay.feed(PeerWeights(peer=self._drafter_id, weight_version=load.weight_version))
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Iterator[None]:

@@ -127,10 +127,11 @@ class RolloutEngine:
         """Take new weights: a folder, or all tensors by the checkpoint's names, as `model.named_parameters()` gives.
 
         `weight_version` names them (None: by their number). `mode` says what becomes of running samples: `keep`: they
-        go on with the KV that they have, under the new weights (see `RolloutSample.weight_versions`); `wait`: they
-        finish first, and new ones wait; `abort`: they end with finish reason abort. No KV of older weights is found
-        by new samples. A cancelled call goes on in the background. Raises `ValueError` if tensors are missing or do
-        not fit, `RuntimeError` during another update: nothing changes.
+        go on with the KV that they have, under the new weights (see `RolloutSample.weight_versions`); `retract`: they
+        go on, and the new weights compute their KV again; `wait`: they finish first, and new ones wait; `abort`: they
+        end with finish reason abort. No KV of older weights is found by new samples. A cancelled call goes on in the
+        background. Raises `ValueError` if tensors are missing or do not fit, `RuntimeError` during another update:
+        nothing changes.
         """
         await asyncio.to_thread(self._update, weights, weight_version, PauseMode(mode))
 
@@ -253,14 +254,16 @@ class RolloutEngine:
     @contextlib.contextmanager
     def _stopped(self, mode: PauseMode) -> Iterator[None]:
         """Pause for an update; a pause of the caller's own stays. In mode `keep`, updates come between two steps."""
-        if mode is PauseMode.KEEP or self._is_paused:
+        if mode is PauseMode.KEEP:
             yield
             return
+        was_paused = self._is_paused
         self._thread.call(PauseGeneration(call_id="", mode=mode)).result()
         try:
             yield
         finally:
-            self._thread.call(ContinueGeneration(call_id="")).result()
+            if not was_paused:
+                self._thread.call(ContinueGeneration(call_id="")).result()
 
     async def _told(self, message: Control) -> ControlResult:
         """Return the engine's answer, which comes though nobody may wait for it any more."""

@@ -26,11 +26,21 @@ class LocalDraftClient:
         self._engine, self._control = engine, control or DrafterControl(engine)
         self._inbox: list[VerifierMessage] = []
         self._is_up = True
-        self._events = [DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, vocab_size=engine.vocab_size, needs=engine.needs)]
+        self._events = [
+            DrafterEvent(
+                drafter_id=LOCAL_DRAFTER_ID,
+                vocab_size=engine.vocab_size,
+                needs=engine.needs,
+                weight_version=engine.weight_version,
+            )
+        ]
 
     def change_weights(self, message: UpdateDraftWeights) -> ControlResult:
         """Give the drafter new weights of its own, between two steps."""
-        return self._control.handle(message)
+        result = self._control.handle(message)
+        if result.error is None:
+            self._events.append(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, weight_version=result.weight_version))
+        return result
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         if drafter_id == LOCAL_DRAFTER_ID and self._is_up:

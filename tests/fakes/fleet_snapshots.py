@@ -13,7 +13,7 @@ from outrider.cluster.router.fleet import (
     VerifierState,
 )
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
-from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters, VersionCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import HistogramCounts
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
@@ -26,6 +26,10 @@ COUNTERS = EngineCounters(
     num_drafts=40,
     num_draft_tokens=120,
     num_accepted_tokens=90,
+    by_version=(
+        VersionCounts(weight_version="v6", num_draft_tokens=80, num_accepted_tokens=72),
+        VersionCounts(weight_version="v7", num_draft_tokens=40, num_accepted_tokens=18),
+    ),
     num_preemptions=2,
     num_prefix_queried_tokens=640,
     num_prefix_hit_tokens=320,
@@ -53,7 +57,10 @@ BUSY_VERIFIER = verifier_report(
     num_decoding=5,
     kv_usage=0.625,
     linked_drafters=("d0",),
-    drafters=(DrafterPerformance(drafter_id="d0", round_trip_s=0.01, accepted_per_round=1.5),),
+    drafters=(
+        DrafterPerformance(drafter_id="d0", round_trip_s=0.01, accepted_per_round=1.5, num_updates_behind=2),
+        DrafterPerformance(drafter_id="look-up", round_trip_s=0.01),
+    ),
     tokens_per_s=120.0,
     mean_step_s=0.05,
     counters=COUNTERS,

@@ -134,12 +134,15 @@ def _receive(service: LiveService, message: Any) -> httpx.Response:
     return _post(service, "/update_weights_from_distributed", {**body, "group_name": message.group_name})
 
 
+TAKEN = Case("weights from a folder", _takes_weights)
+VERIFIER_KILLED = Case("verifier killed while it takes weights", _while_updating(_kill_verifier))
+TRAINER_KILLED = Case("trainer killed within a broadcast", _trainer_dies)
 TRAINED_CASES = (
-    Case("weights from a folder", _takes_weights),
-    Case("verifier killed while it takes weights", _while_updating(_kill_verifier)),
+    TAKEN,
+    VERIFIER_KILLED,
+    TRAINER_KILLED,
     Case("router killed while weights are taken", _while_updating(_kill_router)),
     Case("a checkpoint that ends too early", _cut_checkpoint),
-    Case("trainer killed within a broadcast", _trainer_dies),
 )
 
 

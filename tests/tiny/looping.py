@@ -24,6 +24,7 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     EngineUpdate,
     Relay,
+    UpdateDraftWeights,
     WeightChange,
 )
 from outrider.verifier_service.messages.request import RequestOutput
@@ -56,6 +57,11 @@ class LateEngine(PipelinedEngine):
 
         return super().step(act)
 
+    def drain(self) -> list[RequestOutput]:
+        if self._next is not None:
+            self._runner.arrive()
+        return super().drain()
+
 
 class Loop:
     """The shell's end of the pipe to a loop on a thread."""
@@ -68,9 +74,10 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
         change_weights: Callable[[WeightChange], int] | None = None,
+        change_draft: Callable[[UpdateDraftWeights], ControlResult] | None = None,
     ) -> None:
         self.clock = clock
-        self._change_weights = change_weights
+        self._change_weights, self._change_draft = change_weights, change_draft
         self.pipe, far = Pipe()
         self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
         self.drafts = RelayDraftClient()
@@ -102,6 +109,7 @@ class Loop:
                 clock=self.clock,
                 check_integrity=True,
                 change_weights=self._change_weights,
+                change_draft=self._change_draft,
             ).run()
         except BaseException as error:
             self.error = error
@@ -142,7 +150,7 @@ class Loop:
         self.pipe.close()
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
-        assert self.error is None
+        assert self.error is None, repr(self.error)
 
 
 @contextlib.contextmanager

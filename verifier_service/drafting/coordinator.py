@@ -19,6 +19,7 @@ from outrider.verifier_service.drafting.drafter_record import (
     WantedDraft,
 )
 from outrider.verifier_service.drafting.filing import Filing
+from outrider.verifier_service.drafting.followed_updates import FollowedUpdates
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.state_source import StateSource
@@ -81,7 +82,7 @@ class DraftCoordinator:
         self._pricing = pricing
         self._states = states
         self._config = config
-        self.filing = Filing(in_rollouts=config.rollouts)
+        self.filing, self.updates = Filing(in_rollouts=config.rollouts), FollowedUpdates()
         self._drafters: dict[str, DrafterRecord] = {}
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
@@ -89,8 +90,7 @@ class DraftCoordinator:
         self._num_rounds = 0
         self._num_steps = 0  # with a round that counts; see `choose`
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
-        self.num_stale_drafts = 0
-        self.num_resyncs = 0
+        self.num_stale_drafts = self.num_resyncs = 0
         self.num_asks = 0  # one per request and step, also for a length of 0
         self.num_asked_tokens = 0
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
@@ -98,7 +98,10 @@ class DraftCoordinator:
 
     def drafters(self, now_s: float) -> tuple[DrafterPerformance, ...]:
         """Return the performance of every drafter that has answered."""
-        all_ = (record.performance(drafter_id, now_s, self._num_steps) for drafter_id, record in self._drafters.items())
+        all_ = (
+            record.performance(drafter_id, now_s, self._num_steps, self.updates.num_behind(drafter_id))
+            for drafter_id, record in self._drafters.items()
+        )
         return tuple(performance for performance in all_ if performance is not None)
 
     @property
@@ -135,6 +138,7 @@ class DraftCoordinator:
         self._expire_rounds(requests, now_s)
 
     def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:
+        self.updates.hear(event)
         if not event.is_up:
             self._lose_drafter(event.drafter_id, requests)
             return
@@ -246,12 +250,13 @@ class DraftCoordinator:
 
     # --- after committing ---
 
-    def observe_accepted(self, accepted: Iterable[tuple[Request, int]]) -> None:
-        """Credit the accepted tokens of each request's last draft to its drafter."""
+    def observe_verified(self, verified: Iterable[tuple[Request, int, int]]) -> None:
+        """Credit each request's last draft to its drafter: how many tokens were verified, how many accepted."""
         num_tokens: collections.Counter[str] = collections.Counter()
-        for request, num_accepted in accepted:
+        for request, num_drafted, num_accepted in verified:
             if (answered := self._answered.get(request.request_id)) is not None:
                 num_tokens[answered.drafter_id] += num_accepted
+                self.updates.observe(answered.drafter_id, num_drafted, num_accepted)
         for drafter_id in num_tokens.keys() & self._drafters.keys():
             self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id])
 

@@ -94,7 +94,9 @@ class DrafterRecord:
         asked_s, num_tokens = session.round.asked_s, 1 + session.round.max_length
         return DueDraft(asked_s + self.timer.smoothed_s, asked_s + self.timer.latest_s, num_tokens)
 
-    def performance(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
+    def performance(
+        self, drafter_id: str, now_s: float, step: int, num_updates_behind: int | None = None
+    ) -> DrafterPerformance | None:
         """Return round trip, late share and yield (as of `step`, see `DraftYield`); None: it has not answered yet."""
         if self.timer.smoothed_s is None:
             return None
@@ -103,4 +105,5 @@ class DrafterRecord:
             round_trip_s=self.timer.smoothed_s,
             late_share=self.late_share.share_at(now_s),
             accepted_per_round=self.draft_yield.mean_at(step),
+            num_updates_behind=num_updates_behind,
         )

@@ -137,8 +137,9 @@ class EngineControl:
     def _update_draft(self, message: UpdateDraftWeights) -> None:
         if self._change_draft is None:
             self._answer(message.call_id, "no drafter runs in this verifier's process")
-        else:
-            self._results.append(self._change_draft(message))
+            return
+        result = self._change_draft(message)  # other results are taken meanwhile
+        self._results.append(result)
 
     def _change(self, message: WeightChange) -> list[RequestOutput]:
         if self._change_weights is None:

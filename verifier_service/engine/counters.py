@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.links.relay_client import RelayDraftClient
-from outrider.verifier_service.messages.engine import DrafterCircuit, EngineCounters
+from outrider.verifier_service.messages.engine import DrafterCircuit, EngineCounters, VersionCounts
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 
 
@@ -20,6 +20,14 @@ def counters_of(
         num_drafts=stats.num_drafts,
         num_draft_tokens=stats.num_draft_tokens,
         num_accepted_tokens=stats.num_accepted_tokens,
+        by_version=tuple(
+            VersionCounts(
+                weight_version=version,
+                num_draft_tokens=counts.num_draft_tokens,
+                num_accepted_tokens=counts.num_accepted_tokens,
+            )
+            for version, counts in stats.by_version.items()
+        ),
         num_asks=drafting.num_asks,
         num_asked_tokens=drafting.num_asked_tokens,
         num_bad_frames=drafts.num_bad_frames,

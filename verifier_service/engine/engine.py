@@ -30,7 +30,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import Verification, begin
-from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, row_starts
+from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens, row_starts
 from outrider.verifier_service.scheduling.prefix_cache import root_hash
 from outrider.verifier_service.scheduling.scheduler import Scheduler
 
@@ -155,6 +155,7 @@ class VerifierEngine:
         self._outputs.weight_version = str(self._num_updates) if version is None else version
         self.scheduler.change_root(root_hash(self.weight_version, self._num_updates))
         self.drafting.filing.weight_version = self.weight_version
+        self.drafting.updates.take_version(self.weight_version)
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
         self.weights_error = None
@@ -242,8 +243,10 @@ class VerifierEngine:
         self._verified_s = verified_s
         self._price(step, outcomes, step_s)
         outputs = self._outputs.build(step, outcomes)
-        self.drafting.observe_accepted(
-            (outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path
+        self.drafting.observe_verified(
+            (outcome.item.request, num_draft_tokens(outcome.item), len(outcome.path))
+            for outcome in outcomes
+            if outcome.item.draft is not None
         )
         self._commit(step, outcomes)
         for outcome in outcomes:

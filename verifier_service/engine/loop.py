@@ -31,6 +31,7 @@ from outrider.verifier_service.messages.engine import (
     PauseGeneration,
     PauseMode,
     PeerState,
+    PeerWeights,
     Relay,
     RequestLoad,
     SetPlans,
@@ -151,7 +152,7 @@ class EngineLoop:
                 self._engine.cancel(request_id)
             case SetPlans(plans=plans):
                 self._engine.set_plans(plans)
-            case Relay() | PeerState():
+            case Relay() | PeerState() | PeerWeights():
                 self._drafts.feed(message)
             case _:
                 self._unpublished += self._engine.drain()

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.drafting.followed_updates import Acceptance
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import RequestOutput
@@ -13,6 +14,7 @@ from outrider.verifier_service.scheduling.schedule import Schedule
 
 STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+NUM_VERSIONS = 4  # whose acceptance is kept
 NUM_RATE_SAMPLES = 11  # sliding window of ten report intervals
 
 
@@ -26,6 +28,7 @@ class StepStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    by_version: dict[str, Acceptance] = field(default_factory=dict)  # of the target's weights, the present one last
     idle_s: float = 0.0  # no step ran because every request waited for its draft
     graphs: GraphCounts = field(default_factory=GraphCounts)  # the runner's own, if it captures steps
     step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
@@ -52,6 +55,18 @@ class StepStats:
             self.num_drafts += output.num_draft_tokens > 0
             self.num_draft_tokens += output.num_draft_tokens
             self.num_accepted_tokens += output.num_accepted_tokens
+            if output.num_draft_tokens:
+                verified = self._of_version(output.weight_version)
+                verified.num_draft_tokens += output.num_draft_tokens
+                verified.num_accepted_tokens += output.num_accepted_tokens
+
+    def _of_version(self, version: str) -> Acceptance:
+        """Return a version's counts, which become the last ones; forget those of the version before all others."""
+        found = self.by_version.pop(version, None) or Acceptance()
+        self.by_version[version] = found
+        if len(self.by_version) > NUM_VERSIONS:
+            del self.by_version[next(iter(self.by_version))]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from outrider.verifier_service.links.circuit_breaker import BreakerConfig, Circu
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
 from outrider.verifier_service.messages.draft import PROTOCOL_VERSION
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import LinkEvent, PeerState, PeerWeights, Relay
 from outrider.verifier_service.messages.link import (
     DRAFTER_MESSAGES,
     MAX_DRAFTER_FRAME_BYTES,
@@ -84,7 +84,7 @@ class DrafterLink:
         *,
         drafter_id: str,
         hello: Hello,
-        on_event: Callable[[PeerState | Relay], None],
+        on_event: Callable[[LinkEvent], None],
         config: LinkConfig | None = None,
         credentials: LinkCredentials | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -278,7 +278,10 @@ class DrafterLink:
             logger.warning("malformed frame from drafter %s dropped: %s", self.drafter_id, error)
 
     def _on_pong(self, pong: Pong) -> None:
-        self.load = pong.load
+        told = None if self.load is None else self.load.weight_version
+        self.load, version = pong.load, pong.load.weight_version
+        if version is not None and version != told:
+            self._on_event(PeerWeights(peer=self.drafter_id, weight_version=version))
         sample_s = self._clock() - pong.sent_s
         known_s = self.round_trip_s
         self.round_trip_s = sample_s if known_s is None else known_s + SMOOTHING * (sample_s - known_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from outrider.verifier_service.links.drafter_link import DrafterLink
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import LinkEvent, PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 
 
@@ -18,7 +18,7 @@ class LinkPool:
     def __init__(
         self,
         hello: Hello,
-        send_to_engine: Callable[[PeerState | Relay], None],
+        send_to_engine: Callable[[LinkEvent], None],
         credentials: LinkCredentials | None = None,
     ) -> None:
         self._hello = hello

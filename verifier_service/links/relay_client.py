@@ -12,7 +12,7 @@ from typing import Protocol
 from outrider.verifier_service.links.state_ways import StateWays
 from outrider.verifier_service.links.tensor_channel import TensorSender, as_tensor
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, Resync, States, VerifierMessage
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import LinkEvent, PeerState, PeerWeights, Relay
 from outrider.verifier_service.messages.link import DRAFTER_MESSAGES
 from outrider.verifier_service.messages.tensor_route import GRPC, TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, encode
@@ -69,7 +69,7 @@ class RelayDraftClient:
         self.num_state_bytes: collections.Counter[str] = collections.Counter()  # sent, by transport
         self.num_tensor_fallbacks = 0  # messages that carry states as bytes: the channel was full or had failed
 
-    def feed(self, message: Relay | PeerState) -> None:
+    def feed(self, message: LinkEvent) -> None:
         """Handle a message of the far end. A malformed frame is counted and dropped: its round misses its deadline."""
         if isinstance(message, PeerState):
             self._renew_channel(message)
@@ -77,6 +77,9 @@ class RelayDraftClient:
                 drafter_id=message.peer, is_up=message.is_up, vocab_size=message.vocab_size, needs=message.needs
             )
             self._events.append(event)
+            return
+        if isinstance(message, PeerWeights):
+            self._events.append(DrafterEvent(drafter_id=message.peer, weight_version=message.weight_version))
             return
         try:
             decoded = decode(message.payload, DRAFTER_MESSAGES)

@@ -197,7 +197,8 @@ class DrafterEvent:
     is_up: bool = True
     vocab_size: int | None = None  # may be padded beyond the target's; None: the target's
     needs: DraftNeeds = DraftNeeds()  # when it comes up
-    message: DrafterMessage | None = None  # None: only the change of `is_up`
+    message: DrafterMessage | None = None  # None: only the change of `is_up` or of the version
+    weight_version: str | None = None  # of weights of its own, if it tells; see `PeerWeights`
     received_s: float | None = None  # arrival, by this machine's monotonic clock; None: just now
 
 

@@ -47,6 +47,17 @@ class PeerState:
     tensors: TensorRoute | None = None  # the link's tensor channel; None: states go as bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerWeights:
+    """A drafter has weights of its own, and this is what they are called since their last update; "": as at start."""
+
+    peer: str
+    weight_version: str
+
+
+LinkEvent = PeerState | PeerWeights | Relay  # what links tell the engine
+
+
 class PauseMode(enum.StrEnum):
     """What becomes of running requests when generation pauses."""
 
@@ -224,6 +235,7 @@ class DrafterPerformance:
     round_trip_s: float  # from ask to draft, smoothed
     late_share: float = 0.0  # share of its drafts that missed their deadline
     accepted_per_round: float | None = None  # accepted tokens; None: too few recent rounds
+    num_updates_behind: int | None = None  # of the target, since its own last one; None: no weights of its own
 
 
 class BreakerState(enum.Enum):
@@ -248,6 +260,15 @@ class DrafterCircuit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionCounts:
+    """Drafts that one version of the target's weights verified."""
+
+    weight_version: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
     """An engine's counters since start."""
 
@@ -257,6 +278,7 @@ class EngineCounters:
     num_drafts: int = 0  # verifications of a non-empty draft
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0
+    by_version: tuple[VersionCounts, ...] = ()  # of the last versions, the present one last
     num_asks: int = 0  # decisions on a draft length, 0 included: one per decoding request and step
     num_asked_tokens: int = 0  # sum of these lengths
     num_preemptions: int = 0
@@ -312,8 +334,8 @@ class EngineUpdate:
     results: tuple[ControlResult, ...] = ()
 
 
-ToEngine = GenerationRequest | Cancel | SetPlans | Relay | PeerState | Control
-TO_ENGINE = (GenerationRequest, Cancel, SetPlans, Relay, PeerState, *CONTROLS)
+ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control
+TO_ENGINE = (GenerationRequest, Cancel, SetPlans, PeerState, PeerWeights, Relay, *CONTROLS)
 FROM_ENGINE = (EngineReady, EngineUpdate)
 
 

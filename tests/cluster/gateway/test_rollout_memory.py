@@ -127,6 +127,12 @@ def test_what_drafters_forget_is_sent_again():
         assert bench.run("a", 7, 10, history_key="q") == [(7, 8)]
 
 
+def test_drafters_that_keep_nothing_are_sent_nothing():
+    bench = Bench(max_drafter_responses=0)
+    bench.run("a", 7, 8)
+    assert bench.run("b", 7, 9) == []
+
+
 def test_one_request_takes_along_so_much_and_the_next_ones_the_rest():
     bench = Bench()
     half = MAX_CARRIED_TOKENS // 2

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from fakes.engine_bench import make_request
-from fakes.played_fleet import EngineVerifier, Fleet, fleet_of, tokens_of
+from fakes.played_fleet import EngineVerifier, Fleet, fleet_of, snapshot_of, tokens_of
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
@@ -130,6 +130,16 @@ async def test_samples_of_one_group_take_it_along_once_and_it_is_filed_once():
     ended = second.histories[filed_under(None, PROMPTS[0])]
     assert len(ended) == 5
     assert ended[0] == first.histories[filed_under(None, PROMPTS[0])][0]
+
+
+async def test_a_verifier_with_a_new_drafter_is_sent_all_of_it_again():
+    verifier = LookUps()
+    async with fleet_of(verifier, memory=RolloutMemory()) as fleet:
+        for drafters in ((), ("d",), ("d",), (), ("e",)):
+            fleet.client.snapshot = snapshot_of("other", "v0", linked_drafters=drafters)
+            await fleet.generate(sample())
+    assert [len(request.history) for request in verifier.requests] == [0, 1, 0, 0, 4]
+    assert len(verifier.histories[filed_under(None, PROMPTS[0])]) == 5, "what was there is filed once"
 
 
 # --- privacy ---

@@ -105,6 +105,17 @@ def test_steps_and_drafts_are_counted():
     assert "outrider_verify_knee_tokens{engine=v1}" not in shown
 
 
+def test_acceptance_is_shown_by_version_of_the_weights_and_who_has_not_followed():
+    shown = samples(registry_of(busy_fleet()))
+    assert {name: value for name, value in shown.items() if "version_" in name or "behind" in name} == {
+        "outrider_version_draft_tokens_total{engine=v0,weight_version=v6}": 80,
+        "outrider_version_draft_tokens_total{engine=v0,weight_version=v7}": 40,
+        "outrider_version_accepted_tokens_total{engine=v0,weight_version=v6}": 72,
+        "outrider_version_accepted_tokens_total{engine=v0,weight_version=v7}": 18,
+        "outrider_drafter_updates_behind{drafter=d0,engine=v0}": 2,
+    }
+
+
 def test_before_the_first_snapshot_there_are_no_samples():
     assert samples(registry_of(None)) == {}
 

@@ -221,13 +221,27 @@ async def test_kept_samples_go_on_under_the_new_weights_and_say_so(
     assert answers(engine) == expected["new"][:4], "nothing finds the KV of the old weights"
 
 
+async def test_retracted_samples_go_on_as_the_new_weights_would(
+    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
+):
+    sample = await long_and_updated(engine, folders["new"], "v1", mode="retract")
+    old, new = sample.weight_versions
+    assert (old.version, new.version, 0 < old.end == new.start) == ("default", "v1", True)
+    assert sample.token_ids[: old.end] == expected["old"][4][: old.end]
+    begun = {"prompt_token_ids": [*sample.prompt_token_ids, *sample.token_ids[: old.end]]}
+    with LLM(folders["new"], speculation="off", **SIZES) as llm:
+        rest = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        (output,) = llm.generate(begun, rest)
+    assert sample.token_ids[old.end : old.end + 24] == tuple(output.outputs[0].token_ids)
+
+
 async def test_after_a_wait_every_sample_is_of_one_policy(
     engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
 ):
     samples = engine.generate([TEXTS[1], TEXTS[0]], sampling=[ONE, LONG])
     await anext(samples)
     update = asyncio.create_task(engine.update_weights(folders["new"], "v1", mode="wait"))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)  # the engine has heard of it
     later = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=GREEDY)))
     (long,) = [sample async for sample in samples]
     assert (long.token_ids, long.weight_versions) == (expected["old"][4], whole_span(long))
@@ -258,6 +272,13 @@ async def test_a_pause_of_the_callers_own_outlasts_an_update(
     assert not sample.done()
     await engine.resume()
     assert (await sample).token_ids == expected["new"][0]
+    await engine.pause()
+    aborted = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=GREEDY)))
+    while engine.stats().num_unfinished == 0:
+        await asyncio.sleep(0.005)
+    await engine.update_weights(folders["old"], mode="abort")
+    assert (await aborted).finish_reason == "abort"
+    await engine.resume()
 
 
 async def test_what_does_not_fit_changes_nothing(

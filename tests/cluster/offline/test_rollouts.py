@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+import pytest
+
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.offline.engine import OfflineEngine
+from outrider.verifier_service.messages.history import filed_under
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 
 LOOK_UPS = {"method": "suffix", "location": "verifier", "num_speculative_tokens": 8}
@@ -13,13 +18,22 @@ PLAN = SpeculationPlan(draft_length=8, is_pinned=True)
 PROMPTS = (tuple(range(100, 130)), tuple(range(300, 320)))
 
 
-def engine(*, rollouts: bool, **options: object) -> OfflineEngine:
+def engine(*, rollouts: bool, drafter_process: bool = False, **options: object) -> OfflineEngine:
     config = {"speculative_config": LOOK_UPS, "rollouts": rollouts, "dtype": "float32", "threads_per_rank": 1}
-    return OfflineEngine(ServiceConfig(**{**config, **options}))
+    return OfflineEngine(ServiceConfig(**{**config, **options}), drafter_process=drafter_process)
 
 
-def epoch(offline: OfflineEngine, name: str, prompts: Sequence[tuple[int, ...]] = PROMPTS, **fields: object):
-    """Run a greedy and a seeded sample of each prompt; return their tokens, and the accepted draft tokens of all."""
+def epoch(
+    offline: OfflineEngine,
+    name: str,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    memory: RolloutMemory | None = None,
+    **fields: object,
+):
+    """Run a greedy and a seeded sample of each prompt; return their tokens, and the accepted draft tokens of all.
+
+    `memory`: a gateway's, from which the requests take their histories along.
+    """
     requests = [
         GenerationRequest(
             request_id=f"{name} {place} {seed}",
@@ -33,6 +47,9 @@ def epoch(offline: OfflineEngine, name: str, prompts: Sequence[tuple[int, ...]] 
         for place, prompt in enumerate(prompts)
         for seed in (None, 3)
     ]
+    if memory is not None:
+        with contextlib.ExitStack() as stack:
+            requests = [stack.enter_context(memory.sampling(request, "v")).request for request in requests]
     tokens: dict[str, list[int]] = {request.request_id.split(" ", 1)[1]: [] for request in requests}
     last: dict[str, RequestOutput] = {}
     for output in offline.generate(requests):
@@ -50,6 +67,22 @@ def test_histories_bring_drafts_and_change_no_token():
         again, warm = epoch(offline, "again", cache_salt="policy 2")
     assert plain == first == again
     assert warm > cold + 24, "the second epoch drafts from the first"
+
+
+@pytest.mark.parametrize("location", ["verifier", "pool"])
+def test_another_engine_drafts_from_what_requests_bring_and_changes_no_token(location: str):
+    memory = RolloutMemory()
+    with engine(rollouts=True) as offline:
+        first, cold = epoch(offline, "first")
+    for place, prompt in enumerate(PROMPTS):
+        for seed in (None, 3):
+            memory.record(filed_under(None, prompt), first[f"{place} {seed}"], "1")
+    look_ups = {**LOOK_UPS, "location": location}
+    with engine(rollouts=True, speculative_config=look_ups, drafter_process=location == "pool") as offline:
+        assert bool(offline.drafter_pids) == (location == "pool")
+        again, warm = epoch(offline, "again", memory=memory)
+    assert first == again
+    assert warm > cold + 24
 
 
 def test_elsewhere_a_salt_is_a_border_and_a_key_finds_nothing():

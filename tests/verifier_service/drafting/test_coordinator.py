@@ -443,7 +443,7 @@ def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
         assert of_d is None or of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
-        bench.coordinator.observe_accepted([(request, 2)])
+        bench.coordinator.observe_verified([(request, 2, 2)])
         request.token_ids += [7, 8, 9]
         request.draft = None
     (of_d,) = bench.coordinator.drafters(bench.now_s)
@@ -451,6 +451,25 @@ def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
     request.plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
     bench.ask()
     assert bench.coordinator.drafters(bench.now_s) == (of_d,), "a round without a drafter is nobody's"
+
+
+def test_a_drafter_with_weights_of_its_own_is_behind_the_targets_updates(bench: Bench):
+    request = bench.request(max_tokens=100, drafter_id="d")
+    bench.receive(DrafterEvent(drafter_id="d", weight_version=""))
+    for _ in range(2):  # the first round is not timed
+        *_, (_, commit) = bench.ask()
+        bench.receive(said(answer(commit, 7, 8)))
+        request.token_ids += [7, 8, 9]
+        request.draft = None
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.num_updates_behind == 0
+    bench.coordinator.updates.take_version("v1")
+    bench.coordinator.observe_verified([(request, 200, 20)])
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.num_updates_behind == 1
+    bench.receive(DrafterEvent(drafter_id="d", weight_version="v1"))
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.num_updates_behind == 0
 
 
 class ClosedPricing:

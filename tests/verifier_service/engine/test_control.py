@@ -17,6 +17,8 @@ from outrider.verifier_service.messages.engine import (
     PauseGeneration,
     PauseMode,
     PeerState,
+    PeerWeights,
+    UpdateDraftWeights,
     UpdateWeights,
 )
 from outrider.verifier_service.messages.request import FinishReason
@@ -200,6 +202,53 @@ def test_an_engine_is_not_silent_while_its_weights_change():
 def test_an_engine_whose_weights_cannot_change_says_so():
     with looping() as loop:
         assert "cannot change" in str(call(loop, UpdateWeights(call_id="u", folder="f")).error)
+
+
+def test_the_drafter_in_the_engines_process_gets_its_weights_between_two_steps():
+    may_end = threading.Event()
+
+    def change_draft(message: UpdateDraftWeights) -> ControlResult:
+        assert may_end.wait(PATIENCE_S)
+        return ControlResult(call_id=message.call_id, weight_version=str(message.weight_version))
+
+    with looping(change_draft=change_draft) as loop:
+        loop.say(make_request("a"), UpdateDraftWeights(call_id="u", folder="f", weight_version="v7"))
+        loop.hear_until(lambda: len(loop.loads) >= 4)
+        assert not loop.results, "an engine is not silent meanwhile"
+        may_end.set()
+        assert answer(loop, "u") == ControlResult(call_id="u", weight_version="v7")
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert {output.weight_version for output in loop.outputs} == {"default"}, "the target's"
+
+
+def test_an_engine_without_a_drafter_in_its_process_says_so():
+    with looping() as loop:
+        result = call(loop, UpdateDraftWeights(call_id="u", folder="f"))
+        assert result.error == "no drafter runs in this verifier's process"
+
+
+def test_a_linked_drafter_is_behind_until_it_tells_of_an_update():
+    with looping(change_weights=lambda message: 0) as loop:
+
+        def num_behind() -> int | None:
+            loop.loads.clear()
+            loop.hear_until(lambda: loop.loads and loop.loads[-1].drafters)
+            return loop.loads[-1].drafters[0].num_updates_behind
+
+        loop.say(PeerState(peer="d", is_up=True, vocab_size=97), PeerWeights(peer="d", weight_version=""))
+        loop.say(make_request("a", **wait_for_drafts(2)))
+        loop.hear_until(loop.asks)
+        loop.hear_until(lambda: loop.tokens("a"))
+        for _ in range(2):  # the first round is not timed
+            num_asks = len(loop.asks())
+            deliver(loop)
+            loop.hear_until(lambda num_asks=num_asks: len(loop.asks()) > num_asks)
+        assert num_behind() == 0
+        call(loop, UpdateWeights(call_id="1", folder="f", weight_version="v1"))
+        call(loop, UpdateWeights(call_id="2", folder="f", weight_version="v2"))
+        assert num_behind() == 2
+        loop.say(PeerWeights(peer="d", weight_version="v2"))
+        loop.hear_until(lambda: num_behind() == 0)
 
 
 def test_a_flush_empties_the_cache_and_waits_for_nobody():

@@ -25,8 +25,11 @@ def schedule_of(num_tokens: int, *requests: Request) -> Schedule:
     return Schedule(items=items, preempted=(), batch=replace(EMPTY, token_ids=[0] * num_tokens))
 
 
-def committed(num_tokens: int, *, num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> RequestOutput:
+def committed(
+    num_tokens: int, *, num_draft_tokens: int = 0, num_accepted_tokens: int = 0, weight_version: str = "v0"
+) -> RequestOutput:
     return RequestOutput(
+        weight_version=weight_version,
         request_id="r",
         token_ids=(7,) * num_tokens,
         num_draft_tokens=num_draft_tokens,
@@ -47,6 +50,17 @@ def test_counters_add_up():
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 6, 2)
     assert stats.busy_s == pytest.approx(0.875)
     assert sum(stats.step_s.counts().counts) == 3
+
+
+def test_acceptance_is_counted_by_version_of_the_last_four():
+    stats = StepStats()
+    for number in (0, 1, 2, 3, 0, 4, 5):
+        drafted = committed(3, num_draft_tokens=4, num_accepted_tokens=2, weight_version=f"v{number}")
+        plain = committed(1, weight_version="without drafts")
+        stats.observe(schedule_of(4), [drafted, drafted, plain], began_s=1.0, ended_s=2.0)
+    found = {name: (each.num_draft_tokens, each.num_accepted_tokens) for name, each in stats.by_version.items()}
+    assert found == {"v3": (8, 4), "v0": (16, 8), "v4": (8, 4), "v5": (8, 4)}
+    assert list(found)[-1] == "v5", "the present one is last"
 
 
 def test_the_time_in_the_queue_is_counted_once_per_request():

@@ -25,7 +25,7 @@ from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterMessage, DraftSampling, Open, Resync
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import BreakerState, PeerState, Relay
+from outrider.verifier_service.messages.engine import BreakerState, LinkEvent, PeerState, PeerWeights, Relay
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     DRAFTER_MESSAGES,
@@ -93,9 +93,10 @@ asyncio.run(main(sys.argv[1]))
 class EchoPort:
     """Answers every Commit with a fixed draft at once, on the caller's thread: what is left is the link's own cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_version: str | None = None) -> None:
         self._deliver: dict[str, Callable[[bytes], None]] = {}
         self.peers: list[str] = []
+        self.weight_version = weight_version
 
     def submit(self, peer: str, payload: bytes) -> None:
         self._deliver[peer](encode(Draft(request_id="r", round_id=1, position=2, token_ids=(1, 2, 3))))
@@ -111,7 +112,7 @@ class EchoPort:
         del self._deliver[peer]
 
     def load(self) -> Any:
-        return DrafterLoad(num_sessions=4)
+        return DrafterLoad(num_sessions=4, weight_version=self.weight_version)
 
 
 class Script(DrafterLinkBase):
@@ -140,14 +141,14 @@ class Recorder:
     """A link's events, and waiting for them."""
 
     def __init__(self) -> None:
-        self.events: list[PeerState | Relay] = []
+        self.events: list[LinkEvent] = []
         self._seen = 0
 
     async def message(self) -> DrafterMessage:
         """Wait for something that the drafter said, and decode it as the engine does."""
         return decode((await self.next()).payload, DRAFTER_MESSAGES)
 
-    async def next(self, timeout_s: float = 10.0) -> PeerState | Relay:
+    async def next(self, timeout_s: float = 10.0) -> LinkEvent:
         async with asyncio.timeout(timeout_s):
             while len(self.events) == self._seen:
                 await asyncio.sleep(0.0005)
@@ -203,6 +204,22 @@ async def test_up_draft_pong_and_round_trip():
         assert 0 < link.round_trip_s < 1
     await until(lambda: not port.peers)
     assert len(recorder.events) == 2, "stop is silent"
+
+
+async def test_a_new_version_of_a_drafters_weights_is_told_once_on_each_connection():
+    port = EchoPort(weight_version="")
+    servicer = DrafterLinkServicer(port, IDENTITY)
+    async with serving(servicer) as address:
+        async with linked(address) as (_, recorder):
+            assert isinstance(await recorder.next(), PeerState)
+            assert await recorder.next() == PeerWeights(peer="d", weight_version="")
+            port.weight_version = "v1"
+            assert await recorder.next() == PeerWeights(peer="d", weight_version="v1")
+            await asyncio.sleep(3 * FAST.ping_interval_s)
+            assert len(recorder.events) == 3
+        async with linked(address) as (_, recorder):
+            assert isinstance(await recorder.next(), PeerState)
+            assert await recorder.next() == PeerWeights(peer="d", weight_version="v1")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, DraftSampling, Open, Resync
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import PeerState, PeerWeights, Relay
 from outrider.verifier_service.messages.link import MAX_LINK_FRAME_BYTES
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -16,11 +16,13 @@ COMMIT = Commit(request_id="a", round_id=1, position=2, token_ids=(), max_length
 def test_states_and_messages_become_events_in_order():
     client = RelayDraftClient()
     client.feed(PeerState(peer="d", is_up=True, vocab_size=99))
+    client.feed(PeerWeights(peer="d", weight_version="v1"))
     client.feed(Relay(peer="d", payload=encode(DRAFT)))
     client.feed(Relay(peer="e", payload=encode(Resync(request_id="b"))))
     client.feed(PeerState(peer="d", is_up=False))
     assert client.poll() == [
         DrafterEvent(drafter_id="d", vocab_size=99),
+        DrafterEvent(drafter_id="d", weight_version="v1"),
         DrafterEvent(drafter_id="d", message=DRAFT),
         DrafterEvent(drafter_id="e", message=Resync(request_id="b")),
         DrafterEvent(drafter_id="d", is_up=False),
