@@ -1,7 +1,7 @@
 """GRPO in miniature: a policy learns with torch and transformers, and Outrider samples it, with or without drafts.
 
     python examples/grpo.py                                # the embedded target, sampled in this process
-    python examples/grpo.py --model smollm2 --lr 2e-5
+    python examples/grpo.py --model smollm2 --lr 1e-4
     python examples/grpo.py --url http://127.0.0.1:8000    # a server beside it: outrider serve embedded --rollouts
 
 Every step samples groups of answers, rewards them, takes gradient steps on the clipped objective of GRPO (Shao et al.
@@ -208,7 +208,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--lr", type=float, default=3e-3, help="for the embedded target; 2e-5 for smollm2")
+    parser.add_argument("--lr", type=float, default=3e-3, help="for the embedded target; 1e-4 for smollm2")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -14,8 +14,10 @@ from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from fakes.fleet_snapshots import busy_fleet
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.format import metrics_object
+from outrider.cluster.api.rollouts.history import add_history_routes
 from outrider.cluster.cli.main import main
 from outrider.cluster.config.speculative_options import UNSERVED_KEYS
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.router.fleet import PlacementReason
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
@@ -78,7 +80,10 @@ def test_every_endpoint_has_a_line() -> None:
     async def is_healthy() -> bool:
         return True
 
-    app = build_api(build_gateway(FakeBackend(lambda _: says(tokenizer, "the")), tokenizer), is_healthy)
+    backend = FakeBackend(lambda _: says(tokenizer, "the"))
+    gateway = build_gateway(backend, tokenizer, rollouts=True, memory=RolloutMemory())
+    app = build_api(gateway, is_healthy)
+    add_history_routes(app, gateway)
     served = {re.sub(r"\{.*?\}", "{}", path) for path in app.openapi()["paths"]}
     told = {re.sub(r"\{.*?\}", "{}", path) for path in named(section("docs/api.md", "## HTTP endpoints"))}
     assert served <= told

@@ -74,7 +74,6 @@ class EngineThread:
         except BaseException:
             self._pipe.close()
             raise
-        self.weight_version = self.opened.weight_version
         self._writer = PipeWriter(self._pipe, lambda error: None)  # reading detects the same loss
         self._reading = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._reading.start()
@@ -144,7 +143,6 @@ class EngineThread:
         self.load = update.load or self.load
         self._on_outputs(update.outputs)
         for result in update.results:
-            self.weight_version = result.weight_version
             with self._lock:
                 answer = self._calls.pop(result.call_id)
             if result.error is None:

@@ -78,6 +78,7 @@ class RolloutEngine:
             config, prices_drafts=is_priced(plan), on_outputs=self._absorb, on_end=self._end_samples
         )
         opened = self._thread.opened
+        self._weight_version = opened.weight_version
         self._prompts = PromptRuns(
             *(config, plan, codec), max_model_len=opened.max_model_len, eos_token_ids=opened.eos_token_ids
         )
@@ -148,7 +149,7 @@ class RolloutEngine:
     @property
     def weight_version(self) -> str:
         """What the weights are called that draw tokens now."""
-        return self._thread.weight_version
+        return self._weight_version
 
     def stats(self) -> RolloutStats:
         """Return counters of all finished samples, and the present load."""
@@ -247,7 +248,7 @@ class RolloutEngine:
                     folder = str(stack.enter_context(weights_folder(weights)))
                 stack.enter_context(self._stopped(mode))
                 message = UpdateWeights(call_id="", folder=folder, weight_version=version)
-                self._thread.call(message).result()
+                self._weight_version = self._thread.call(message).result().weight_version
         finally:
             self._updating.release()
 

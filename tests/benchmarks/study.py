@@ -20,9 +20,9 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
-from benchmarks.updates import updates
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
+from benchmarks.weights.updates import updates
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
 STUDIES = (

@@ -91,8 +91,7 @@ class DraftCoordinator:
         self._num_steps = 0  # with a round that counts; see `choose`
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = self.num_resyncs = 0
-        self.num_asks = 0  # one per request and step, also for a length of 0
-        self.num_asked_tokens = 0
+        self.num_asks = self.num_asked_tokens = 0  # one ask per request and step, also for a length of 0
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 

@@ -1,7 +1,7 @@
 """SGLang's native wire format, request side: the bodies of /generate and of the calls that change weights.
 
-Source: sglang 0.5.23, module sglang.srt.managers.io_struct. A null means the default, and an unknown field with an
-empty value is no wish: trainers send both. An unknown field with a value is refused by name, as everywhere.
+Source: sglang 0.5.23, srt.managers.io_struct. A null means the default, and an unknown field with an empty value is
+no wish: trainers send both. An unknown field with a value is refused by name, as everywhere.
 """
 
 from __future__ import annotations

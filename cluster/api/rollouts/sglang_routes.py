@@ -1,6 +1,6 @@
 """SGLang's native endpoints, which slime, miles, AReaL and others speak to engines that run already.
 
-Sources: sglang 0.5.23, module sglang.srt.entrypoints.http_server; slime 624b824a, slime.backends.sglang_utils.
+Source: sglang 0.5.23, srt.entrypoints.http_server; slime 624b824a, slime.backends.sglang_utils.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's /inference/v1/generate: token ids in, token ids, log probabilities and weights' versions out.
 
-Source: vllm 0.32, module vllm.entrypoints.scale_out.token_in_token_out.protocol. A stream's events are deltas.
+Source: vllm 0.32, vllm.entrypoints.scale_out.token_in_token_out.protocol. A stream's events are deltas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's and prime-rl's endpoints for trainers: pause, resume, weights from a folder, tokens in and out.
 
-Sources: vllm 0.32, module vllm.entrypoints.rl.online.api_router; prime-rl 559b4477, prime_rl.utils.client. vLLM's own
-weight transfer opens NCCL by a pickled hand-shake: it is refused by name.
+Sources: vllm 0.32, vllm.entrypoints.rl.online.api_router; prime-rl 559b4477, src.prime_rl.utils.client. vLLM's
+own weight transfer opens NCCL by a pickled hand-shake: it is refused by name.
 """
 
 from __future__ import annotations

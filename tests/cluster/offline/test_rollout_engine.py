@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ OPTIONS["speculation"] = "always"
 TEXTS = ["the quick brown", "fox jumps over the lazy dog"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+HELD_AT = 100  # tokens
 PATIENCE_S = 60.0
 
 
@@ -50,6 +52,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToken
 def engine(folders: dict[str, Path]) -> Iterator[RolloutEngine]:
     with RolloutEngine(folders["old"], **OPTIONS) as opened:
         yield opened
+
+
+@dataclass
+class Hold:
+    """No step runs once a sample has `HELD_AT` tokens, until there are new weights, or the step breaks."""
+
+    is_holding: threading.Event = field(default_factory=threading.Event)
+    is_broken: threading.Event = field(default_factory=threading.Event)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.is_holding.wait, PATIENCE_S)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    step, hold = VerifierEngine.step, Hold()
+
+    def holding(self: VerifierEngine, *args: Any) -> Any:
+        longest = max((request.num_output_tokens for request in self.requests.values()), default=0)
+        if longest < HELD_AT or self.weight_version != "default":
+            return step(self, *args)
+        hold.is_holding.set()
+        if hold.is_broken.is_set():
+            raise ArithmeticError("a step broke")
+        return None
+
+    monkeypatch.setattr(VerifierEngine, "step", holding)
+    return hold
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +102,11 @@ def answers(engine: RolloutEngine) -> list[tuple[int, ...]]:
     return [sample.token_ids for sample in samples]
 
 
-async def long_and_updated(engine: RolloutEngine, *args: Any, **fields: Any) -> RolloutSample:
+async def long_and_updated(engine: RolloutEngine, held: Hold, *args: Any, **fields: Any) -> RolloutSample:
     """Return a long sample, in the middle of which the weights are changed."""
     samples = engine.generate([TEXTS[1], TEXTS[0]], sampling=[ONE, LONG])
     assert (await anext(samples)).prompt_index == 0
+    await held.reached()
     await engine.update_weights(*args, **fields)
     (rest,) = [sample async for sample in samples]
     return rest
@@ -132,7 +163,8 @@ async def test_samples_come_as_they_finish_in_calls_that_run_together(engine: Ro
             assert sample.token_ids == expected["old"][4][: len(sample.token_ids)]
 
     await asyncio.gather(call("a", [LONG, ONE]), call("b", [GREEDY]))
-    assert (order[-1], sorted(order)) == ("a0", ["a0", "a1", "b0"])
+    assert sorted(order) == ["a0", "a1", "b0"]
+    assert order.index("a1") < order.index("a0")
 
 
 def test_several_event_loops_may_use_one_engine(engine: RolloutEngine, expected: dict[str, Any]):
@@ -209,12 +241,12 @@ async def test_new_weights_are_a_folders_or_the_models_own_tensors(
 
 
 async def test_kept_samples_go_on_under_the_new_weights_and_say_so(
-    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
+    engine: RolloutEngine, held: Hold, folders: dict[str, Path], expected: dict[str, Any]
 ):
-    sample = await long_and_updated(engine, folders["new"], "v1")
+    sample = await long_and_updated(engine, held, folders["new"], "v1")
     (old, new), old_tokens = sample.weight_versions, expected["old"][4]
     assert (old.version, old.start, new.version, new.end) == ("default", 0, "v1", LONG.max_tokens)
-    assert 0 < old.end == new.start < LONG.max_tokens
+    assert HELD_AT <= old.end == new.start < HELD_AT + 32
     assert sample.token_ids[: old.end] == old_tokens[: old.end]
     assert sample.token_ids[old.end :] != old_tokens[old.end :]
     assert len(sample.logprobs) == len(sample.token_ids) == LONG.max_tokens
@@ -222,11 +254,12 @@ async def test_kept_samples_go_on_under_the_new_weights_and_say_so(
 
 
 async def test_retracted_samples_go_on_as_the_new_weights_would(
-    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
+    engine: RolloutEngine, held: Hold, folders: dict[str, Path], expected: dict[str, Any]
 ):
-    sample = await long_and_updated(engine, folders["new"], "v1", mode="retract")
+    sample = await long_and_updated(engine, held, folders["new"], "v1", mode="retract")
     old, new = sample.weight_versions
-    assert (old.version, new.version, 0 < old.end == new.start) == ("default", "v1", True)
+    assert (old.version, new.version) == ("default", "v1")
+    assert HELD_AT <= old.end == new.start
     assert sample.token_ids[: old.end] == expected["old"][4][: old.end]
     begun = {"prompt_token_ids": [*sample.prompt_token_ids, *sample.token_ids[: old.end]]}
     with LLM(folders["new"], speculation="off", **SIZES) as llm:
@@ -236,12 +269,20 @@ async def test_retracted_samples_go_on_as_the_new_weights_would(
 
 
 async def test_after_a_wait_every_sample_is_of_one_policy(
-    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
+    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
+    has_called, call = threading.Event(), engine._thread.call
+
+    def noted(message: Any) -> Any:
+        answer = call(message)
+        has_called.set()
+        return answer
+
+    monkeypatch.setattr(engine._thread, "call", noted)
     samples = engine.generate([TEXTS[1], TEXTS[0]], sampling=[ONE, LONG])
     await anext(samples)
     update = asyncio.create_task(engine.update_weights(folders["new"], "v1", mode="wait"))
-    await asyncio.sleep(0.3)  # the engine has heard of it
+    await asyncio.to_thread(has_called.wait, PATIENCE_S)
     later = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=GREEDY)))
     (long,) = [sample async for sample in samples]
     assert (long.token_ids, long.weight_versions) == (expected["old"][4], whole_span(long))
@@ -250,11 +291,11 @@ async def test_after_a_wait_every_sample_is_of_one_policy(
 
 
 async def test_aborted_samples_end_with_what_they_have(
-    engine: RolloutEngine, folders: dict[str, Path], expected: dict[str, Any]
+    engine: RolloutEngine, held: Hold, folders: dict[str, Path], expected: dict[str, Any]
 ):
-    sample = await long_and_updated(engine, folders["new"], mode="abort")
+    sample = await long_and_updated(engine, held, folders["new"], mode="abort")
     assert sample.finish_reason == "abort"
-    assert 0 < len(sample.token_ids) == len(sample.logprobs) < LONG.max_tokens
+    assert HELD_AT <= len(sample.token_ids) == len(sample.logprobs) < LONG.max_tokens
     assert sample.token_ids == expected["old"][4][: len(sample.token_ids)]
     assert sample.weight_versions == whole_span(sample)
     assert engine.weight_version == "1", "the next number"
@@ -324,17 +365,7 @@ async def test_an_iterator_that_is_closed_frees_its_samples(engine: RolloutEngin
     assert answers(engine) == expected["old"][:4]
 
 
-async def test_a_failure_ends_whatever_runs_and_what_comes_later(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-):
-    step, is_broken = VerifierEngine.step, threading.Event()
-
-    def breaking(self: VerifierEngine, *args: Any) -> Any:
-        if is_broken.is_set():
-            raise ArithmeticError("a step broke")
-        return step(self, *args)
-
-    monkeypatch.setattr(VerifierEngine, "step", breaking)
+async def test_a_failure_ends_whatever_runs_and_what_comes_later(folders: dict[str, Path], held: Hold):
     with RolloutEngine(folders["old"], **OPTIONS) as engine:
         samples = engine.generate([TEXTS[1], TEXTS[0]], sampling=[ONE, LONG])
         await anext(samples)
@@ -343,8 +374,8 @@ async def test_a_failure_ends_whatever_runs_and_what_comes_later(
             engine.update_weights(folders["new"], mode="wait"),
             return_exceptions=True,
         )
-        await asyncio.sleep(0.05)
-        is_broken.set()
+        await held.reached()
+        held.is_broken.set()
         async with asyncio.timeout(PATIENCE_S):
             results = await running
         assert [type(result) for result in results] == [EngineEndedError] * 3
@@ -356,10 +387,10 @@ async def test_a_failure_ends_whatever_runs_and_what_comes_later(
     engine.close()
 
 
-async def test_closing_the_engine_ends_what_runs(folders: dict[str, Path]):
+async def test_closing_the_engine_ends_what_runs(folders: dict[str, Path], held: Hold):
     engine = RolloutEngine(folders["old"], **OPTIONS)
     sample = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=LONG)))
-    await asyncio.sleep(0.05)
+    await held.reached()
     await asyncio.to_thread(engine.close)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(EngineEndedError, match="closed"):

@@ -1,6 +1,6 @@
 """How prime-rl speaks to its servers: its own code where it is installed, else the same calls written anew.
 
-Sources: prime-rl 559b4477, module prime_rl.utils.client (weights); renderers 0.1.12, renderers.client (generation).
+Sources: prime-rl 559b4477, src.prime_rl.utils.client (weights); renderers 0.1.12, renderers.client (generation).
 """
 
 from __future__ import annotations

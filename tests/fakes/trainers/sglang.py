@@ -1,8 +1,7 @@
 """How others speak to SGLang: TorchRL's and AReaL's code where they are installed, else the same calls written anew.
 
-Sources: torchrl 0.14.1, modules torchrl.modules.llm.backends.sglang.sglang_server and
-torchrl.weight_update.llm.sglang_nccl; areal 1.0.4, areal.engine.sglang_remote; verl 0.9.1,
-verl.workers.rollout.sglang_rollout.http_server_engine; sglang 0.5.23, sglang.lang.backend.runtime_endpoint.
+Sources: torchrl 0.14.1: torchrl.modules.llm.backends.sglang.sglang_server, torchrl.weight_update.llm.sglang_nccl;
+areal 1.0.4: areal.engine.sglang_remote; sglang 0.5.23: sglang.lang.backend.runtime_endpoint.
 """
 
 from __future__ import annotations

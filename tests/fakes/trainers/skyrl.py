@@ -1,6 +1,6 @@
 """How SkyRL speaks to servers that run already: its own code where it is installed, else the same calls written anew.
 
-Source: skyrl 0.3.0, module skyrl.backends.skyrl_train.inference_servers.remote_inference_client.
+Source: skyrl 0.3.0, skyrl.backends.skyrl_train.inference_servers.remote_inference_client.
 """
 
 from __future__ import annotations

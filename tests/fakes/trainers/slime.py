@@ -1,7 +1,7 @@
 """How slime speaks to engines that run already: its own code where it is installed, else the same calls written anew.
 
-Source: slime 624b824a, modules slime.backends.sglang_utils (sglang_engine, external, server_control),
-slime.utils.http_utils, slime.rollout (sglang_rollout, sglang_streaming_rollout).
+Source: slime 624b824a: slime.backends.sglang_utils (sglang_engine, external, server_control),
+slime.utils.http_utils, slime.rollout.sglang_rollout and sglang_streaming_rollout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How TRL speaks to vLLM: its own code where it is installed, else the same calls written anew.
 
-Sources: trl 1.16.0, modules trl.experimental.async_grpo (vllm_client; async_rollout_worker: `completion_body`) and
+Sources: trl 1.16.0: trl.experimental.async_grpo.vllm_client, async_rollout_worker (`completion_body`), and
 trl.generation.vllm_client (`GenerationClient`), which needs vLLM to be installed.
 """
 
