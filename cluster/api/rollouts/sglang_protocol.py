@@ -95,7 +95,7 @@ class NativePrompt:
 class GenerateBody(ModelBody):
     """The body of /generate: one prompt, or a list of them; then most fields may be lists, too."""
 
-    passed_fields: ClassVar[frozenset[str]] = frozenset(("routing_key", "custom_logit_processor_names"))
+    passed_fields: ClassVar[frozenset[str]] = frozenset(("routing_key", "custom_logit_processor_names", "log_metrics"))
 
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None

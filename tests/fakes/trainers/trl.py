@@ -13,8 +13,10 @@ from typing import Any
 import requests
 
 try:
+    from accelerate import PartialState
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+    PartialState()  # TRL's logs want one
     IS_GENUINE = True
 except ImportError:
     IS_GENUINE = False

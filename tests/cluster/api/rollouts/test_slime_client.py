@@ -89,6 +89,16 @@ async def test_tokens_log_probabilities_and_counts(service: RolloutService, old:
     assert logprobs == pytest.approx(old.logprobs(PROMPT + tokens(drawn), 0.6)[len(PROMPT) - 1 :], abs=1e-4)
 
 
+async def test_a_body_that_slimes_router_has_written_anew(
+    service: RolloutService, old: Reference, client: httpx.AsyncClient
+):
+    """sglang-router 0.3.2 names fields that nobody sent."""
+    off = ("return_text_in_logprobs", "return_hidden_states", "background", "no_logs", "return_bytes", "return_entropy")
+    written = {"model": None, "stream": False, "log_metrics": True, **dict.fromkeys(off, False)}
+    output = await post(client, f"{service.url}/generate", payload(PROMPT, **GREEDY) | written)
+    assert tokens(output) == old.greedy(PROMPT, 12)
+
+
 async def test_a_stop_token_stays_and_is_named(service: RolloutService, old: Reference, client: httpx.AsyncClient):
     said = old.greedy(PROMPT, 5)
     output = await post(client, f"{service.url}/generate", payload(PROMPT, **GREEDY, stop_token_ids=[said[-1]]))
