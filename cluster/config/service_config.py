@@ -141,8 +141,9 @@ class ServiceConfig(PoolsConfig):
         if self.gateway.num_gateways.most > 1:
             raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
         require_lossless(self.speculative.rejection_sample_method)
-        if not self.gateway.api_key_hashes and self.host not in LOOPBACK:  # whoever passes changes the weights
-            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key")
+        is_closed = self.gateway.api_key_hashes or self.gateway.ssl_ca_certs is not None
+        if not is_closed and self.host not in LOOPBACK:  # whoever passes changes the weights
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key or --ssl-ca-certs")
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import functools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -46,6 +47,16 @@ async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, 
     return result
 
 
+class Router(Protocol):
+    """What is known of the fleet."""
+
+    snapshot: FleetSnapshot | None
+
+    async def refresh(self) -> None:
+        """Bring `snapshot` up to date, where the router answers."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
     """What the replicas answered together."""
@@ -69,27 +80,25 @@ class FleetControl:
     refuses.
     """
 
-    def __init__(self, snapshot: Callable[[], FleetSnapshot | None], call_verifier: Call, call_drafter: Call) -> None:
-        self._snapshot, self._call_verifier, self._call_drafter = snapshot, call_verifier, call_drafter
+    def __init__(self, router: Router, call_verifier: Call, call_drafter: Call) -> None:
+        self._router, self._call_verifier, self._call_drafter = router, call_verifier, call_drafter
 
     @classmethod
-    def over_links(
-        cls, snapshot: Callable[[], FleetSnapshot | None], credentials: LinkCredentials | None
-    ) -> FleetControl:
+    def over_links(cls, router: Router, credentials: LinkCredentials | None) -> FleetControl:
         """Call replicas over gRPC, with the links' credentials."""
         verifiers = functools.partial(_call, link_pb2_grpc.VerifierLinkStub, credentials)
-        return cls(snapshot, verifiers, functools.partial(_call, link_pb2_grpc.DrafterLinkStub, credentials))
+        return cls(router, verifiers, functools.partial(_call, link_pb2_grpc.DrafterLinkStub, credentials))
 
     @property
     def verifiers(self) -> Sequence[VerifierReport]:
         """All that do not drain, in a fixed order: their ranks in a trainer's group follow each other so."""
-        snapshot = self._snapshot()
+        snapshot = self._router.snapshot
         reports = [] if snapshot is None else [state.report for state in snapshot.verifiers]
         return sorted((report for report in reports if not report.draining), key=lambda report: report.verifier_id)
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that a trainer's group needs beside the trainer."""
+    async def num_ranks(self) -> int:
+        """Return the number of ranks that a trainer's group needs beside the trainer."""
+        await self._router.refresh()
         return sum(report.num_ranks for report in self.verifiers)
 
     @property
@@ -130,8 +139,9 @@ class FleetControl:
         backend: str,
     ) -> FleetResult:
         """Join a trainer's group, whose rank 0 is the trainer; returns once all its ranks are here."""
-        if rank_offset < 1 or world_size < rank_offset + self.num_ranks:
-            expected = f"rank_offset >= 1 and {self.num_ranks} ranks from there on, not {rank_offset} of {world_size}"
+        num_ranks = await self.num_ranks()
+        if rank_offset < 1 or world_size < rank_offset + num_ranks:
+            expected = f"rank_offset >= 1 and {num_ranks} ranks from there on, not {rank_offset} of {world_size}"
             raise InvalidRequest(f"world_size must leave room for the verifiers: {expected}", "world_size")
         return await self._on_all(
             lambda call_id, num_before: InitWeightsGroup(
@@ -178,7 +188,8 @@ class FleetControl:
         def message(call_id: str, _: int) -> UpdateDraftWeights:
             return UpdateDraftWeights(call_id=call_id, folder=folder, weight_version=weight_version)
 
-        snapshot = self._snapshot()
+        await self._router.refresh()
+        snapshot = self._router.snapshot
         reports = [] if snapshot is None else [state.report for state in snapshot.drafters if not state.report.draining]
         if not reports:
             return await self._on_all(message)
@@ -196,6 +207,7 @@ class FleetControl:
 
     async def _on_all(self, message: Callable[[str, int], Control]) -> FleetResult:
         """Send each verifier the message of a new call id and of how many ranks come before its own."""
+        await self._router.refresh()
         reports = self.verifiers
         if not reports:
             raise Unavailable("no verifier is ready")

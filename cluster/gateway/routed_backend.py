@@ -106,8 +106,12 @@ class RouterClient:
     async def follow(self) -> None:
         """Refresh the snapshot, forever."""
         while True:
-            self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
+            await self.refresh()
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
+
+    async def refresh(self) -> None:
+        """Take the router's snapshot of now; the last one stays if the router does not answer."""
+        self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
 
 
 class _VerifierLost(Exception):

@@ -138,7 +138,7 @@ class GatewayReplica:
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
             gateway=self._gateway,
-            fleet=FleetControl.over_links(lambda: self._router.snapshot, config.links.credentials),
+            fleet=FleetControl.over_links(self._router, config.links.credentials),
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
             tensor_parallel_size=config.verifiers.tensor_parallel_size,

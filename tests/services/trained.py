@@ -114,7 +114,8 @@ def _trainer_dies(service: LiveService, index: int) -> Inject:
             joining = training.joins()
             fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
             body = {name: getattr(joining, name) for name in fields}
-            assert _post(service, "/init_weights_update_group", body).status_code == 200
+            answer = _post(service, "/init_weights_update_group", body)
+            assert answer.status_code == 200, answer.text
             first, second = training.buckets(folder, 2)
             assert _receive(service, training.sends(folder, first)).status_code == 200
             message = training.tells(folder, second)

@@ -191,7 +191,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     async def is_healthy() -> bool:
         return bool(control.verifiers)
 
-    control = FleetControl.over_links(lambda: core.snapshot(time.time()), None)
+    control = FleetControl.over_links(client, None)
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
         gateway=gateway, fleet=control, is_healthy=is_healthy, model_path=str(folder / "v0"), tensor_parallel_size=1

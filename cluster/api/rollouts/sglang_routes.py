@@ -176,7 +176,7 @@ def _add_state_routes(app: FastAPI, doors: TrainerDoors) -> None:
 
     async def server_info() -> dict[str, Any]:
         """Return SGLang's fields, and vLLM's: TRL reads them at the same path."""
-        return {**await model_info(), **_parallel_info(doors), "version": __version__, **_vllm_info(doors)}
+        return {**await model_info(), **await _parallel_info(doors), "version": __version__, **_vllm_info(doors)}
 
     for path, answer in (
         ("/get_weight_version", version),
@@ -209,11 +209,11 @@ def _add_state_routes(app: FastAPI, doors: TrainerDoors) -> None:
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat()
-        about = {"timestamp": now, "version": __version__, "num_accelerators": fleet.num_ranks}
+        about = {"timestamp": now, "version": __version__, "num_accelerators": await fleet.num_ranks()}
         return {**about, "loads": [{"timestamp": now, **await load()}]}
 
 
-def _parallel_info(doors: TrainerDoors) -> dict[str, Any]:
+async def _parallel_info(doors: TrainerDoors) -> dict[str, Any]:
     """Return how many ranks there are, as slime counts them: verifiers are data-parallel."""
     return {
         "tp_size": doors.tensor_parallel_size,
@@ -221,7 +221,7 @@ def _parallel_info(doors: TrainerDoors) -> dict[str, Any]:
         "dp_size": len(doors.fleet.verifiers),
         "ep_size": 1,
         "moe_dp_size": 1,
-        "num_gpus": doors.fleet.num_ranks,
+        "num_gpus": await doors.fleet.num_ranks(),
         "dtype": doors.dtype,
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,

@@ -121,7 +121,7 @@ def _add_weights(app: FastAPI, doors: TrainerDoors) -> None:
 
     @app.get("/get_world_size")
     async def world_size() -> dict[str, Any]:
-        return {"world_size": doors.fleet.num_ranks}
+        return {"world_size": await doors.fleet.num_ranks()}
 
     @app.get("/liveness")
     async def liveness() -> Response:

@@ -20,6 +20,10 @@ def test_rollouts_are_asked_for_and_our_own_engines():
     assert ServiceConfig(rollouts=True).verifier_spec.rollouts
     with pytest.raises(ValueError, match="rollouts"):
         ServiceConfig(model="m", engine="vllm", rollouts=True)
+    with pytest.raises(ValueError, match=r"on host 0\.0\.0\.0 anyone could change the weights"):
+        ServiceConfig(rollouts=True, host="0.0.0.0")
+    hashes = ["0" * 64]
+    assert ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=hashes).gateway.api_key_hashes == ("0" * 64,)
     for several in (2, "1:2"):
         with pytest.raises(ValueError, match="num_gateways must be 1 with rollouts"):
             ServiceConfig(rollouts=True, num_gateways=several)

@@ -34,7 +34,12 @@ class Fleet:
         states = [VerifierState(report=report, reported_s=0.0, default_plan=SpeculationPlan()) for report in verifiers]
         drafting = [DrafterState(report=report, reported_s=0.0) for report in drafters]
         snapshot = FleetSnapshot(verifiers=tuple(states), drafters=tuple(drafting), decided_at_s=0.0)
-        self.control = FleetControl(lambda: snapshot, self._call, self._call)
+        self.snapshot: FleetSnapshot | None = None  # that of before the last change, as a gateway's may be
+        self._now = snapshot
+        self.control = FleetControl(self, self._call, self._call)
+
+    async def refresh(self) -> None:
+        self.snapshot = self._now
 
     async def _call(self, endpoint: str, message: Control) -> ControlResult:
         self.calls.append((endpoint, message))
@@ -65,7 +70,7 @@ async def test_every_verifier_that_does_not_drain_hears_it_once_under_an_id_of_i
 
 async def test_ranks_of_a_group_follow_each_other():
     fleet = Fleet(verifier_report("a", num_ranks=2), verifier_report("b", num_ranks=4))
-    assert fleet.control.num_ranks == 6
+    assert await fleet.control.num_ranks() == 6
     await fleet.control.join_group(**GROUP, rank_offset=1, world_size=7)
     assert [message.rank_offset for message in fleet.sent(InitWeightsGroup)] == [1, 3]
     assert {message.world_size for message in fleet.sent(InitWeightsGroup)} == {7}

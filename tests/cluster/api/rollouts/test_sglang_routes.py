@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -173,13 +174,20 @@ async def test_a_bad_field_is_named(fleet: TrainedFleet, body: dict[str, Any], f
     assert field in error["message"]
 
 
+class NoRouter:
+    snapshot = None
+
+    async def refresh(self) -> None:
+        pass
+
+
 async def test_every_step_counts_as_a_verification(tokenizer: Any):
     """A step without a draft, too: slime's acceptance length is the tokens, divided by the verifications."""
     speculation = SpeculationMetrics(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, num_empty_rounds=1)
     gateway = build_gateway(FakeBackend(lambda _: [[5], [6, 7, 8], [9, 10]], speculation=speculation), tokenizer)
     app = FastAPI()
     app.state.body_timeout_s = 5.0
-    fleet = FleetControl(lambda: None, nobody, nobody)
+    fleet = FleetControl(NoRouter(), nobody, nobody)
     doors = TrainerDoors(gateway=gateway, fleet=fleet, is_healthy=healthy, model_path="", tensor_parallel_size=1)
     add_sglang_routes(app, doors)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
@@ -272,7 +280,7 @@ async def test_weights_from_a_folder_there_and_back(fleet: TrainedFleet, new: st
 async def test_weights_from_a_trainers_group_in_buckets(fleet: TrainedFleet, new: str):
     names = list(tensors_of(new))
     with trainer() as training:
-        await until(lambda: fleet.fleet.verifiers)  # the trainer's start held the event loop, and so their reports
+        await until(lambda: fleet.core.snapshot(time.time()).verifiers)  # the trainer's start held the event loop, and so their reports
         init = training.joining
         joining = {
             "master_address": init.master_address,
