@@ -143,7 +143,8 @@ class ServiceConfig(PoolsConfig):
         require_lossless(self.speculative.rejection_sample_method)
         is_closed = self.gateway.api_key_hashes or self.gateway.ssl_ca_certs is not None
         if not is_closed and self.host not in LOOPBACK:  # whoever passes changes the weights
-            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; give --api-key or --ssl-ca-certs")
+            needed = "give --api-key or --ssl-ca-certs"
+            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; {needed}")
         return self
 
     @model_validator(mode="after")

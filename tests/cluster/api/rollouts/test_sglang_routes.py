@@ -280,7 +280,8 @@ async def test_weights_from_a_folder_there_and_back(fleet: TrainedFleet, new: st
 async def test_weights_from_a_trainers_group_in_buckets(fleet: TrainedFleet, new: str):
     names = list(tensors_of(new))
     with trainer() as training:
-        await until(lambda: fleet.core.snapshot(time.time()).verifiers)  # the trainer's start held the event loop, and so their reports
+        # the trainer's start held the event loop, and so the verifiers' reports
+        await until(lambda: fleet.core.snapshot(time.time()).verifiers)
         init = training.joining
         joining = {
             "master_address": init.master_address,
