@@ -30,6 +30,7 @@ from outrider.verifier_service.model.gguf import local_path
 PROMPTS = ["def read_lines(path):\n", "class Stack:\n", "import os\n", "def test_add():\n"]
 QUESTIONS = ["Tell me about rain.", "Describe a cat.", "What is bread?", "Name some trees."]
 CLIP = 0.2  # of the ratio of new to old probability
+KV_BYTES = 1 << 30  # the rest of the memory is the trainer's
 LOOK_UPS = {"method": "suffix", "location": "verifier"}
 
 
@@ -222,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train(policy, prompts, SglangClient(options.url, options.api_key), options)
         return
     mode = "auto" if options.speculation == "suffix" else options.speculation
-    with RolloutEngine(checkpoint, dtype="float32", speculative_config=LOOK_UPS, speculation=mode) as engine:
+    sizes = {"kv_cache_memory_bytes": KV_BYTES, "dtype": "float32"}
+    with RolloutEngine(checkpoint, speculative_config=LOOK_UPS, speculation=mode, **sizes) as engine:
         train(policy, prompts, InProcess(engine), options)
 
 

@@ -15,6 +15,7 @@ from outrider.drafter_service.embedded import draft_path, target_path
 
 PROMPTS = [{"prompt_token_ids": list(range(100, 130))}, {"prompt_token_ids": list(range(300, 340))}]
 SAMPLINGS = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=1.0, seed=3, max_tokens=12)]
+POOL = {"kv_cache_memory_bytes": 32 << 20}  # of KV; by default it is a share of the free memory
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def with_noise(source: Path, folder: Path) -> Path:
 
 
 def opened(model: Path) -> LLM:
-    return LLM(model=str(model), draft_model=str(draft_path()), dtype="float32", speculation="always")
+    return LLM(model=str(model), draft_model=str(draft_path()), dtype="float32", speculation="always", **POOL)
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:

@@ -33,6 +33,8 @@ NUM_NEW_TOKENS = 32
 DRAFT_LENGTH = 2
 HEAD_FILES = {Method.MEDUSA: "medusa_lm_head.safetensors"}  # others: model.safetensors
 
+POOL = {"kv_cache_memory_bytes": 32 << 20}  # of KV; by default it is a share of the free memory
+
 
 def renumbered_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return an embedding's rows under the new ids."""
@@ -79,7 +81,8 @@ def prompts() -> list[list[int]]:
 def served(target: Path, **speculative: Any) -> Iterator[OfflineEngine]:
     config = {"speculative_config": {"location": "verifier", "num_speculative_tokens": DRAFT_LENGTH, **speculative}}
     options = config if speculative else {"num_drafters": 0}
-    with OfflineEngine(ServiceConfig(model=str(target), seed=0, max_model_len=256, device="cpu", **options)) as engine:
+    config = ServiceConfig(model=str(target), seed=0, max_model_len=256, device="cpu", **POOL, **options)
+    with OfflineEngine(config) as engine:
         yield engine
 
 
@@ -183,7 +186,12 @@ def test_a_drafter_in_a_process_of_its_own_tells_the_version_of_its_weights(root
     model = str(embedded.drafter_paths()[method])
     speculative = {"method": method.value, "model": model, "num_speculative_tokens": DRAFT_LENGTH}
     config = ServiceConfig(
-        model=str(embedded.target_path()), seed=0, max_model_len=256, device="cpu", speculative_config=speculative
+        **POOL,
+        model=str(embedded.target_path()),
+        seed=0,
+        max_model_len=256,
+        device="cpu",
+        speculative_config=speculative,
     )
     with OfflineEngine(config, drafter_process=True) as engine:
         Run(engine, prompts()[:2])
