@@ -139,11 +139,13 @@ class FleetControl:
         backend: str,
     ) -> FleetResult:
         """Join a trainer's group, whose rank 0 is the trainer; returns once all its ranks are here."""
-        num_ranks = await self.num_ranks()
+        reports = await self._ready()
+        num_ranks = sum(report.num_ranks for report in reports)
         if rank_offset < 1 or world_size < rank_offset + num_ranks:
             expected = f"rank_offset >= 1 and {num_ranks} ranks from there on, not {rank_offset} of {world_size}"
             raise InvalidRequest(f"world_size must leave room for the verifiers: {expected}", "world_size")
-        return await self._on_all(
+        return await self._on(
+            reports,
             lambda call_id, num_before: InitWeightsGroup(
                 call_id=call_id,
                 master_address=master_address,
@@ -152,7 +154,7 @@ class FleetControl:
                 world_size=world_size,
                 group_name=group_name,
                 backend=backend,
-            )
+            ),
         )
 
     async def leave_group(self, group_name: str) -> FleetResult:
@@ -207,10 +209,16 @@ class FleetControl:
 
     async def _on_all(self, message: Callable[[str, int], Control]) -> FleetResult:
         """Send each verifier the message of a new call id and of how many ranks come before its own."""
+        return await self._on(await self._ready(), message)
+
+    async def _ready(self) -> Sequence[VerifierReport]:
+        """Return the verifiers of now."""
         await self._router.refresh()
-        reports = self.verifiers
-        if not reports:
+        if not (reports := self.verifiers):
             raise Unavailable("no verifier is ready")
+        return reports
+
+    async def _on(self, reports: Sequence[VerifierReport], message: Callable[[str, int], Control]) -> FleetResult:
         num_before, calls = 0, []
         for report in reports:
             call = self._call_verifier(report.endpoint, message(_new_id(), num_before))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from outrider.verifier_service.messages.history import PastResponse, filed_under
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 
-MAX_CARRIED_TOKENS = 1 << 14  # of one request: in a verifier's own process, a drafter takes 40 ms to learn so many
+MAX_CARRIED_TOKENS = 1 << 14  # of one request: a drafter in a verifier's process holds its step up to learn them
 MAX_VERIFIERS = 1024  # of which the memory knows what they have
 
 

@@ -158,26 +158,39 @@ class ModelDrafts:
         self.engine.check_integrity()
 
 
-class Hints(RandomDrafts):
-    """A drafter that is shown the outputs beforehand and is often right; trees where it is asked for them."""
+class ShownDrafts(RandomDrafts):
+    """A drafter that is shown the outputs beforehand, and knows how far each request is."""
 
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        super().__init__(VOCAB_SIZE + 40)
+    def __init__(self, vocab_size: int, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        super().__init__(vocab_size)
         self._expected = expected  # by the prompt
-        self._prompts: dict[str, int] = {}
         self._tokens: dict[str, tuple[int, ...]] = {}
-        self.num_trees = 0
 
-    def send(self, drafter_id: str, messages: Sequence[object]) -> None:
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         for message in messages:
-            if hasattr(message, "sampling"):
+            if isinstance(message, Open):
                 self._tokens[message.request_id] = message.token_ids
         super().send(drafter_id, messages)
 
+    def _follow(self, commit: Commit) -> tuple[int, ...]:
+        """Add a commit's tokens to its request's, and return those."""
+        tokens = self._tokens[commit.request_id] = self._tokens[commit.request_id] + commit.token_ids
+        return tokens
+
+    def _prompt_of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return next(prompt for prompt in self._expected if tokens[: len(prompt)] == prompt)
+
+
+class Hints(ShownDrafts):
+    """It is often right; trees where it is asked for them."""
+
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        super().__init__(VOCAB_SIZE + 40, expected)
+        self.num_trees = 0
+
     def _draft(self, commit: Commit) -> Draft:
         plain = super()._draft(commit)
-        tokens = self._tokens[commit.request_id] = self._tokens[commit.request_id] + commit.token_ids
-        rest = self._rest(tokens)
+        rest = self._rest(self._follow(commit))
         assert list(commit.forced_ids) == rest[: len(commit.forced_ids)], "forced, and yet something else"
         if commit.max_nodes == 0:
             hinted = (
@@ -189,11 +202,8 @@ class Hints(RandomDrafts):
 
     def _rest(self, tokens: tuple[int, ...]) -> Sequence[int]:
         """Return what comes after prompt and output."""
-        return next(
-            output[len(tokens) - len(prompt) :]
-            for prompt, output in self._expected.items()
-            if tokens[: len(prompt)] == prompt
-        )
+        prompt = self._prompt_of(tokens)
+        return self._expected[prompt][len(tokens) - len(prompt) :]
 
     def _tree(self, plain: Draft, rest: Sequence[int], commit: Commit) -> Draft:
         """Grow a random tree around the right path, as far as there is one."""

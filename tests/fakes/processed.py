@@ -1,12 +1,19 @@
-"""The slow reference of the logits processors: one row at a time, everything counted again from the whole history."""
+"""References of what logits become before a token is drawn: our processors, slowly, and the library's warpers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from outrider.verifier_service.messages.request import SamplingParams
+from outrider.verifier_service.messages.request import SamplingParams, VerificationMode
 
 
 def processed_row(
@@ -33,3 +40,18 @@ def processed_row(
         if list(output)[len(output) - len(begin) :] == begin and len(begin) <= len(output):
             row[last] = -torch.inf
     return row
+
+
+def warpers(sampling: SamplingParams) -> LogitsProcessorList:
+    """Return what transformers' `generate` warps its scores with."""
+    found = LogitsProcessorList()
+    if sampling.mode is VerificationMode.GREEDY:
+        return found
+    found.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        found.append(MinPLogitsWarper(sampling.min_p))
+    return found

@@ -247,13 +247,14 @@ async def generate(channel: grpc.aio.Channel, request: bytes) -> None:
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
+def hostile(payloads: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Draw a call's bytes: frames of these payloads, of spoilt ones, of others and of anything, and no frame at all."""
+    framed = payloads | spoilt_frames(payloads) | FRAMES | st.binary(max_size=40)
+    return framed.map(lambda payload: link_pb2.Frame(payload=payload).SerializeToString()) | st.binary(max_size=60)
+
+
 @examples(150)
-@given(
-    (REQUESTS | spoilt_frames(REQUESTS) | FRAMES | st.binary(max_size=40)).map(
-        lambda payload: link_pb2.Frame(payload=payload).SerializeToString()
-    )
-    | st.binary(max_size=60)
-)
+@given(hostile(REQUESTS))
 def test_hostile_requests(verifier: Server, request_: bytes) -> None:
     loop, channel = verifier
     loop.run(generate(channel, request_))
@@ -274,12 +275,7 @@ CALLS = (
 
 
 @examples(100)
-@given(
-    (CALLS | spoilt_frames(CALLS) | FRAMES | st.binary(max_size=40)).map(
-        lambda payload: link_pb2.Frame(payload=payload).SerializeToString()
-    )
-    | st.binary(max_size=60)
-)
+@given(hostile(CALLS))
 def test_hostile_control_calls(verifier: Server, request_: bytes) -> None:
     loop, channel = verifier
     loop.run(ask_state(channel, request_))

@@ -1,4 +1,4 @@
-"""The engine's loop on a thread of its own, and the shell's end of its pipe."""
+"""A verifier engine's loop on a thread of its own, and what it says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.loop_thread import PATIENCE_S, LoopThread
 
-PATIENCE_S = 20.0  # of the tests: never reached unless something is wrong
 NEVER_S = 1000.0  # a draft's deadline that no test waits for
 
 
@@ -63,8 +63,8 @@ class LateEngine(PipelinedEngine):
         return super().drain()
 
 
-class Loop:
-    """The shell's end of the pipe to a loop on a thread."""
+class Loop(LoopThread):
+    """The shell's end of the pipe to a verifier engine's loop."""
 
     pace = Pace.AT_ONCE
 
@@ -76,9 +76,9 @@ class Loop:
         change_weights: Callable[[WeightChange], int] | None = None,
         change_draft: Callable[[UpdateDraftWeights], ControlResult] | None = None,
     ) -> None:
+        super().__init__()
         self.clock = clock
         self._change_weights, self._change_draft = change_weights, change_draft
-        self.pipe, far = Pipe()
         self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
@@ -98,40 +98,28 @@ class Loop:
         self.relays: list[Relay] = []
         self.loads: list[EngineLoad] = []
         self.results: list[ControlResult] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
-        self.thread.start()
+        self.start(self._run_loop)
 
-    def _run(self, far: Any) -> None:
-        try:
-            EngineLoop(
-                *(self.engine, self.drafts, far),
-                clock=self.clock,
-                check_integrity=True,
-                change_weights=self._change_weights,
-                change_draft=self._change_draft,
-            ).run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            far.close()
+    def _run_loop(self, pipe: Connection) -> None:
+        EngineLoop(
+            *(self.engine, self.drafts, pipe),
+            clock=self.clock,
+            check_integrity=True,
+            change_weights=self._change_weights,
+            change_draft=self._change_draft,
+        ).run()
 
     def say(self, *messages: Any) -> None:
         for message in messages:
             self.pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
 
-    def hear_until(self, condition: Callable[[], Any]) -> None:
-        """Read updates until `condition()` holds."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
-            assert time.monotonic() < deadline_s, "what was waited for does not come"
-            update = decode(self.pipe.recv_bytes(), FROM_ENGINE)
-            assert isinstance(update, EngineUpdate)
-            self.outputs += update.outputs
-            self.relays += update.relays
-            self.loads += [update.load] if update.load is not None else []
-            self.results += update.results
+    def take(self, frame: bytes) -> None:
+        update = decode(frame, FROM_ENGINE)
+        assert isinstance(update, EngineUpdate)
+        self.outputs += update.outputs
+        self.relays += update.relays
+        self.loads += [update.load] if update.load is not None else []
+        self.results += update.results
 
     def finished(self) -> set[str]:
         return {output.request_id for output in self.outputs if output.finish_reason is not None}
@@ -144,13 +132,6 @@ class Loop:
 
     def asks(self) -> list[Commit]:
         return [message for message in self.heard_by_drafter() if isinstance(message, Commit)]
-
-    def end(self) -> None:
-        """Close the pipe; the loop must then end by itself, quietly."""
-        self.pipe.close()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-        assert self.error is None, repr(self.error)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from tiny.drafters import model_drafter
 from tiny.heads import HIDDEN_SIZE, eagle_head
+from tiny.loop_thread import PATIENCE_S, LoopThread
 from tiny.models import make_checkpoint
 
-PATIENCE_S = 20.0  # never reached unless something is wrong
 GREEDY = DraftSampling(temperature=0.0)
 PROMPT = (4, 8, 15)
 
@@ -67,11 +67,11 @@ def draft(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT, *, round_i
     )
 
 
-class Loop:
-    """The shell's end of the pipe to a draft loop on a thread."""
+class Loop(LoopThread):
+    """The shell's end of the pipe to a draft loop."""
 
     def __init__(self, num_ahead_branches: int = 0, weights: OwnWeights | None = None) -> None:
-        self.pipe, far = Pipe()
+        super().__init__()
         self.runner = FakeRunner()
         rng = torch.Generator().manual_seed(0)
         drafter = model_drafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
@@ -87,17 +87,10 @@ class Loop:
         self.answers: list[tuple[str, Any]] = []
         self.loads: list[DrafterLoad] = []
         self.results: list[ControlResult] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
-        self.thread.start()
+        self.start(self._run_loop)
 
-    def _run(self, far: Any) -> None:
-        try:
-            DraftLoop(self.engine, far, clock=time.monotonic, check_integrity=True, control=self.control).run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            far.close()
+    def _run_loop(self, pipe: Connection) -> None:
+        DraftLoop(self.engine, pipe, clock=time.monotonic, check_integrity=True, control=self.control).run()
 
     def say(self, peer: str, *messages: Any) -> None:
         for message in messages:
@@ -107,22 +100,11 @@ class Loop:
     def state(self, peer: str, *, is_up: bool) -> None:
         self.pipe.send_bytes(encode(PeerState(peer=peer, is_up=is_up)))
 
-    def hear_until(self, condition: Callable[[], Any]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
-            assert time.monotonic() < deadline_s, "what was waited for does not come"
-            update = decode(self.pipe.recv_bytes(), FROM_DRAFT_ENGINE)
-            self.answers += [(relay.peer, without_confidences(relay.payload)) for relay in update.relays]
-            self.loads += [update.load] if update.load is not None else []
-            self.results += update.results
-
-    def end(self) -> None:
-        """Close the pipe; the loop must then end by itself, quietly."""
-        self.pipe.close()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-        assert self.error is None
+    def take(self, frame: bytes) -> None:
+        update = decode(frame, FROM_DRAFT_ENGINE)
+        self.answers += [(relay.peer, without_confidences(relay.payload)) for relay in update.relays]
+        self.loads += [update.load] if update.load is not None else []
+        self.results += update.results
 
 
 @contextlib.contextmanager

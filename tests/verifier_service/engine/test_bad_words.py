@@ -21,6 +21,7 @@ from exactness.small_engines import (
     Models,
     NoDrafts,
     RandomDrafts,
+    ShownDrafts,
     generate,
     lively_models,
     make_engine,
@@ -112,25 +113,18 @@ def has_word(output: Sequence[int], words: Words) -> bool:
     return any(tuple(output[start : start + len(word)]) == word for word in words for start in range(len(output)))
 
 
-class Tempting(RandomDrafts):
-    """Knows the outputs beforehand, and the bad words: it drafts trees that go on rightly, and with each word's end."""
+class Tempting(ShownDrafts):
+    """Knows the bad words, too: it drafts trees that go on rightly, and with each word's end."""
 
     def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], words: Mapping[tuple[int, ...], Words]):
-        super().__init__(VOCAB_SIZE)
-        self._expected, self._words = expected, words  # by the prompt
-        self._tokens: dict[str, tuple[int, ...]] = {}
+        super().__init__(VOCAB_SIZE, expected)
+        self._words = words  # by the prompt
         self.num_tempted = 0
-
-    def send(self, drafter_id: str, messages: Sequence[object]) -> None:
-        for message in messages:
-            if hasattr(message, "sampling"):
-                self._tokens[message.request_id] = message.token_ids
-        super().send(drafter_id, messages)
 
     def _draft(self, commit: Commit) -> Draft:
         plain = super()._draft(commit)
-        tokens = self._tokens[commit.request_id] = self._tokens[commit.request_id] + commit.token_ids
-        prompt = next(prompt for prompt in self._expected if tokens[: len(prompt)] == prompt)
+        tokens = self._follow(commit)
+        prompt = self._prompt_of(tokens)
         output = list(tokens[len(prompt) :])
         token_ids: list[int] = []
         parents: list[int] = []

@@ -23,7 +23,8 @@ from outrider.verifier_service.messages.engine import (
 )
 from outrider.verifier_service.messages.request import FinishReason
 from outrider.verifier_service.model.weights import WeightError
-from tiny.looping import PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
+from tiny.loop_thread import PATIENCE_S
+from tiny.looping import Loop, draft_for, looping, wait_for_drafts
 
 LONG = tuple(range(3, 23))  # a prompt of several whole blocks
 

@@ -26,7 +26,8 @@ from outrider.verifier_service.messages.request import DisabledReason, FinishRea
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from tiny.looping import NEVER_S, PATIENCE_S, Loop, draft_for, looping, wait_for_drafts
+from tiny.loop_thread import PATIENCE_S
+from tiny.looping import NEVER_S, Loop, draft_for, looping, wait_for_drafts
 
 
 @pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)

@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from exactness.small_engines import (
     Drafts,
@@ -34,7 +27,7 @@ from exactness.small_engines import (
     lively_models,
     make_engine,
 )
-from fakes.processed import processed_row
+from fakes.processed import processed_row, warpers
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine import step_rows
 from outrider.verifier_service.engine.launched_step import LaunchedStep
@@ -107,21 +100,6 @@ def run(models: Models, drafts: Drafts, requests: Sequence[GenerationRequest], *
 
 def entries_of(generated: Generated, request: GenerationRequest) -> list[TokenLogprobs]:
     return [entry for output in generated.outputs[request.request_id] for entry in output.logprobs or ()]
-
-
-def warpers(sampling: SamplingParams) -> LogitsProcessorList:
-    """Return what transformers' `generate` warps its scores with."""
-    found = LogitsProcessorList()
-    if sampling.mode is VerificationMode.GREEDY:
-        return found
-    found.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        found.append(MinPLogitsWarper(sampling.min_p))
-    return found
 
 
 def expected_logprobs(models: Models, sampling: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 from multiprocessing.connection import Connection
 
 import pytest
@@ -13,7 +12,6 @@ from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.ranks import free_port
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.start_check import make_tiny_model
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
@@ -26,6 +24,7 @@ from tiny.models import (
     relative_difference,
     scattered_batches,
 )
+from tiny.two_ranks import two_ranks
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 SHARDED = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.tensor_parallel)
@@ -56,16 +55,9 @@ def run_follower(connection: Connection, store_address: str) -> None:
 
 @pytest.fixture(scope="module")
 def pair():
-    """This process as rank 0, and the pipe to a spawned rank 1."""
-    near, far = multiprocessing.Pipe()
-    address = f"127.0.0.1:{free_port()}"
-    process = multiprocessing.get_context("spawn").Process(target=run_follower, args=(far, address), daemon=True)
-    process.start()
-    group = TensorParallelGroup.join(0, 2, address)
-    yield group, near
-    near.send_bytes(b"")
-    process.join(timeout=30)
-    assert process.exitcode == 0
+    """This process as rank 0, and the pipe to rank 1."""
+    with two_ranks(run_follower) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("case", sorted(CASES))

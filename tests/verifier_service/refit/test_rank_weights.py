@@ -27,10 +27,10 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import Shard, StateDictSource, WeightError
 from outrider.verifier_service.refit import model_weights
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError, RankWeights
-from tiny.forking import FORKING
 from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scattered_batches
 from tiny.played_graphs import played_backend
 from tiny.refits import Trainer, perturb, tensors_of, trainer, write_two
+from tiny.two_ranks import Pair, two_ranks
 
 NUM_BLOCKS, BLOCK_SIZE = 48, 4
 SEQUENCES = random_sequences((33, 14))
@@ -372,19 +372,12 @@ def run_follower(connection: Connection, store_address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[TensorParallelGroup, Connection]]:
-    near, far = FORKING.Pipe()
-    address = f"127.0.0.1:{free_port()}"
-    process = FORKING.Process(target=run_follower, args=(far, address), daemon=True)
-    process.start()
-    group = TensorParallelGroup.join(0, 2, address)
-    yield group, near
-    near.send_bytes(b"")
-    process.join(timeout=30)
-    assert process.exitcode == 0
+def pair() -> Iterator[Pair]:
+    with two_ranks(run_follower) as pair:
+        yield pair
 
 
-def logits_of_pair(pair: tuple[TensorParallelGroup, Connection], folder: str, *changes: Any) -> list[torch.Tensor]:
+def logits_of_pair(pair: Pair, folder: str, *changes: Any) -> list[torch.Tensor]:
     """Serve a folder on two ranks; return logits at first and after each change, or call of a trainer."""
     group, connection = pair
     connection.send_bytes(folder.encode())

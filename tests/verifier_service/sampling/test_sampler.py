@@ -5,15 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from exactness.law import assert_law
+from fakes.processed import warpers
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, top_candidates
 from tiny.verified import target_probs
@@ -70,14 +64,7 @@ def test_mixed_rows_match_the_reference(vocab_size: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_truncations_compose_as_in_transformers(shape: SamplingParams) -> None:
     logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(shape.temperature)])
-    if shape.top_k:
-        warpers.append(TopKLogitsWarper(shape.top_k))
-    if shape.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(shape.top_p))
-    if shape.min_p:
-        warpers.append(MinPLogitsWarper(shape.min_p))
-    expected = torch.softmax(warpers(None, logits.clone()), dim=1)
+    expected = torch.softmax(warpers(shape)(None, logits.clone()), dim=1)
     torch.testing.assert_close(target_probs(logits, [shape] * 6), expected, atol=1e-6, rtol=1e-5)
 
 
