@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -19,6 +20,7 @@ import click
 import ray
 from ray import serve
 from ray._private import worker
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
@@ -208,13 +210,25 @@ def stop_ray() -> None:
     """Disconnect from Ray; kill the processes of a Ray that was started here.
 
     Ray itself would wait a second for each of its five processes in turn, since SIGTERM is blocked in them. They hold
-    nothing that could be lost.
+    nothing that could be lost. Its raylet's agents would try for a minute to report that the raylet is dead.
     """
     node: Any = worker._global_node
+    children: list[int] = []
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+        raylets = node.all_processes.get(PROCESS_TYPE_RAYLET, ())  # none if this process has joined a cluster
+        children = [child for raylet in raylets for child in child_processes(raylet.process.pid)]
     ray.shutdown()
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):  # most have ended with the raylet
+            os.kill(child, signal.SIGKILL)
+
+
+def child_processes(pid: int) -> list[int]:
+    """Return the processes whose parent is `pid`; none where the system has no /proc (Linux has)."""
+    listing = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listing.read_text().split()] if listing.exists() else []
 
 
 def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remaining") -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from ray.serve import Application
 from ray.serve._private.common import DeploymentStatusTrigger
@@ -56,14 +57,15 @@ class Server:
         self.port, grpc_port = free_ports(2)
         arguments = ["serve", "embedded", "--port", str(self.port), "--grpc-port", str(grpc_port)]
         command = [str(Path(sys.executable).with_name("outrider")), *arguments]
-        environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
-        self._mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
         with errors.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, start_new_session=True
             )
         self.serving = self.line()
-        assert len(marked_processes(self._mark)) > 5, "Ray, replicas and ranks carry the mark of who started them"
+        self._children = psutil.Process(self.process.pid).children(recursive=True)
+        names = {child.name() for child in self._children}
+        assert {"raylet", "ray::RuntimeEnvAgent"} < names, "Ray's processes, and those that they started"
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -80,10 +82,8 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # its threads' stacks are in the test's output then
             raise
-        deadline_s = time.monotonic() + 20
-        while left := marked_processes(self._mark):
-            assert time.monotonic() < deadline_s, f"still running: {left}"
-            time.sleep(0.2)
+        _, left = psutil.wait_procs(self._children, timeout=20)
+        assert not left, "still running"
 
 
 def test_streams_run_out_before_the_service_stops(tmp_path: Path):
@@ -142,18 +142,6 @@ def stream(url: str, prompt: str, on_begin: Callable[[], None]) -> tuple[str | N
                 num_tokens += len(choice["token_ids"])
                 reason = choice["finish_reason"] or reason
     return reason, num_tokens
-
-
-def marked_processes(mark: bytes) -> list[int]:
-    """Return the processes whose environment carries a mark (children inherit it, whoever their parent is now)."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-    return found
 
 
 def test_phases_are_told_with_the_time_since_the_start():
