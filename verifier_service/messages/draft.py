@@ -12,7 +12,7 @@ from typing import Protocol
 
 from outrider.verifier_service.messages.history import PastResponse
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
@@ -64,6 +64,7 @@ class DraftNeeds:
     predictions: bool = False  # `Commit.predicted_ids`
     is_found: bool = False  # a look-up in the verifier's process: it finds chains at once, without computing
     history: bool = False  # the responses of rollouts, once they have ended: see `History`
+    num_top: int = 0  # `Commit.target_rows` with so many of the target's likeliest tokens; 0: none
 
 
 NO_NEEDS = DraftNeeds()
@@ -92,6 +93,7 @@ class Open:
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     history: History | None = None
+    may_learn: bool = False  # whether the drafter may keep the request's text for a while, to learn from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,14 @@ class States:
     channel: str = ""  # group name of that channel; after a reconnection a new one numbers tensors from 1 again
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseRow:
+    """One position's distribution, of a draft exactly as sampled from: weight / DRAFT_PROB_SCALE per token id."""
+
+    token_ids: tuple[int, ...]  # unique
+    weights: tuple[int, ...]  # positive, sum to DRAFT_PROB_SCALE
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long
 class Commit:
     """Append `token_ids` (may be empty) after the first `position` tokens, and ask for a draft after them.
@@ -140,19 +150,13 @@ class Commit:
     # the target's likeliest token after the root, and after each token, of the last verified draft
     predicted_ids: tuple[int, ...] = ()
     forced_ids: tuple[int, ...] = ()  # the next tokens, as far as the request's grammar allows only one
+    # of each of `token_ids`, the likeliest tokens of the target's law that it was drawn from; see `DraftNeeds.num_top`
+    target_rows: tuple[SparseRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseRow:
-    """One position's draft distribution, exactly as sampled from: weight / DRAFT_PROB_SCALE per token id."""
-
-    token_ids: tuple[int, ...]  # unique
-    weights: tuple[int, ...]  # positive, sum to DRAFT_PROB_SCALE
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long

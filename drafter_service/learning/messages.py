@@ -1,0 +1,159 @@
+"""What passes between a pool's drafters, its learner's replica and the process in which the learner trains."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine.learning_messages import ServedSample, TrialCounts, VersionCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterVersion:
+    """Weights of a drafter: a folder in the format that the pool started from, and what they are called."""
+
+    name: str  # "v0" is what the pool started with, whose folder is ""
+    folder: str = ""
+
+
+FIRST_VERSION = DrafterVersion(name="v0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What a drafter brings its learner, about once a second."""
+
+    drafter_id: str
+    serving: str  # version
+    samples: tuple[ServedSample, ...] = ()
+    num_dropped: int = 0  # samples that did not fit its outbox since the last visit
+    trial: TrialCounts | None = None  # of the shadow that it has
+    versions: tuple[VersionCounts, ...] = ()
+    shadow_error: str = ""  # why it could not load the shadow it was told to; the learner gives that candidate up
+    serving_error: str = ""  # why it could not take the version it was told to serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a drafter shall do until its next visit."""
+
+    serving: DrafterVersion = FIRST_VERSION
+    shadow: DrafterVersion | None = None
+    shadow_share: float = 0.0
+    sample_share: float = 0.0
+    max_sample_tokens: int = 2048
+
+
+class Action(enum.StrEnum):
+    """What an operator asks of a learner."""
+
+    PAUSE = "pause"  # no more training, no trials; what serves goes on
+    RESUME = "resume"
+    ROLLBACK = "rollback"  # serve the version before, now
+    PUBLISH = "publish"  # serve a folder without trial: `folder`; watched like any other
+    EXPORT = "export"  # copy the serving version to `folder`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """An operator's call; answered by `Answer`."""
+
+    call_id: str
+    action: Action
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    call_id: str
+    error: str | None = None
+    text: str = ""  # what was done, in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A trainer's reward for a response, by its request's id."""
+
+    request_id: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What may change while the learner runs; other options hold from its start."""
+
+    sample_share: float = 1.0  # of the sessions that may be kept
+    shadow_share: float = 0.25  # of the sessions, while there is a trial
+    num_steps: int = 50  # training steps to a candidate
+    min_samples: int = 64  # before the first candidate
+    rate_scale: float = 1.0  # of the usual learning rates of a fine-tuned drafter
+    reward_weighted: bool = False  # samples count by their rewards
+
+
+class Phase(enum.StrEnum):
+    """What a learner is at."""
+
+    COLLECTING = "collecting"
+    TRAINING = "training"
+    TRIAL = "trial"  # a candidate drafts in the shadow
+    WATCH = "watch"  # a new version serves, its predecessor drafts in the shadow
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """One version, for status and metrics."""
+
+    name: str
+    is_serving: bool = False
+    fate: str = ""  # in words: "serves", "replaced by v3", "refused: ..", "rolled back: .."
+    num_rounds: int = 0  # served, all drafters together
+    num_draft_tokens: int = 0
+    num_named_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStatus:
+    """What a learner is at, for `outrider learner status`, `/load` and metrics. No text of any request."""
+
+    pool: str = ""
+    phase: Phase = Phase.COLLECTING
+    serving: str = FIRST_VERSION.name
+    num_samples: int = 0  # kept now
+    num_bytes: int = 0  # of them
+    num_seen: int = 0  # samples that came, ever
+    num_dropped: int = 0  # for want of room on the way
+    num_steps: int = 0  # of training, ever
+    loss: float | None = None  # of the last steps
+    train_s: float = 0.0  # CPU seconds of training, ever
+    num_candidates: int = 0
+    num_published: int = 0
+    num_refused: int = 0  # by held-out text or trial
+    num_rolled_back: int = 0
+    last_event: str = ""  # in words
+    versions: tuple[VersionRecord, ...] = ()  # the newest last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerReady:
+    """First message of a learner's process: it has read what serves, and will learn."""
+
+    serving: DrafterVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerUpdate:
+    """Sent several times a second, and at once when orders change."""
+
+    orders: Orders
+    status: LearnerStatus
+    answers: tuple[Answer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettingsChange:
+    settings: LearnerSettings = field(default_factory=LearnerSettings)
+
+
+TO_LEARNER = (Visit, Reward, Ask, LearnerSettingsChange)
+FROM_LEARNER = (LearnerReady, LearnerUpdate)
