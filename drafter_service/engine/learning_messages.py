@@ -72,3 +72,11 @@ class SetLearning:
     shadow_folder: str = ""  # a candidate's or predecessor's weights, drafting beside the serving ones; "": none
     shadow_version: str = ""
     shadow_share: float = 0.0  # of the sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeTexts:
+    """Texts for a drafter that looks tokens up to remember, oldest first; the answer is a `ControlResult`."""
+
+    call_id: str
+    samples: tuple[ServedSample, ...]

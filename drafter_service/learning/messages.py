@@ -25,6 +25,7 @@ class Visit:
 
     drafter_id: str
     serving: str  # version
+    is_new: bool = False  # it has just started: one that looks tokens up is brought `Texts`
     samples: tuple[ServedSample, ...] = ()
     num_dropped: int = 0  # samples that did not fit its outbox since the last visit
     trial: TrialCounts | None = None  # of the shadow that it has
@@ -142,12 +143,21 @@ class LearnerReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What a new drafter that looks tokens up remembers from now on, oldest first; without states."""
+
+    drafter_id: str
+    samples: tuple[ServedSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerUpdate:
     """Sent several times a second, and at once when orders change."""
 
     orders: Orders
     status: LearnerStatus
     answers: tuple[Answer, ...] = ()
+    texts: tuple[Texts, ...] = ()  # for drafters that were new, also where there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
