@@ -22,6 +22,7 @@ from benchmarks.router import router
 from benchmarks.step import step
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
+from benchmarks.weights.drift import drift
 from benchmarks.weights.updates import updates
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
@@ -31,6 +32,7 @@ STUDIES = (
     ahead,
     clients,
     device,
+    drift,
     exact,
     far,
     policy,
@@ -50,12 +52,12 @@ def study() -> None:
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
-    edits of a running server; device: what drafts bring on a played accelerator; exact: a real model's tokens with
-    drafts and without; far: what priced drafts bring with a drafter elsewhere, in virtual time; policy: how much to
-    draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts,
-    epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back;
-    updates: answers after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from
-    a pool, and without.
+    edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
+    kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
+    drafter elsewhere, in virtual time; policy: how much to draft, over recorded acceptance; pricing: what deciding that
+    costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
+    running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
+    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,17 +22,16 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.weights.served_model import serving
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
 from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.peers.measure import PROMPTS
 from outrider.verifier_service.model.gguf import local_path
-from outrider.verifier_service.model.ranks import free_ports
 from tiny.refits import Trainer, perturb, trainer
 
 PLAIN_WIDTH = 120
-START_TIMEOUT_S, TIMEOUT_S = 180.0, 600.0
 NUM_BUCKETS = 4  # of a trainer's update
 Answers = list[list[int]]
 
@@ -113,30 +110,9 @@ def _asks(num_answers: int, max_tokens: int) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _serving(model: Path) -> Iterator[httpx.Client]:
-    """Serve a model in processes of their own, with look-ups; yields a client."""
-    http_port, grpc_port = free_ports(2)
-    command = [str(Path(sys.executable).with_name("outrider")), "serve", str(model), "--rollouts", "--dtype", "float32"]
-    ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-    with (model / "serve.log").open("w") as log:
-        process = subprocess.Popen([*command, *ports], stdout=log, stderr=log)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{http_port}", timeout=TIMEOUT_S) as http:
-            _wait_until_ready(http, process)
-            yield http
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_until_ready(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if http.get("/ready").status_code == 200:
-                return
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise click.ClickException("the service did not start; serve.log says why")
-        time.sleep(0.5)
+    """Serve a model, with look-ups; yields a client."""
+    with serving(str(model), ["--rollouts", "--dtype", "float32"], model / "serve.log") as http:
+        yield http
 
 
 def _answers(http: httpx.Client, asks: Sequence[dict[str, Any]], concurrency: int) -> Answers:

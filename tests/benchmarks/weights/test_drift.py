@@ -1,0 +1,65 @@
+"""The arithmetic of the study `drift`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.weights.drift import KINDS, NUM_BUCKETS, Answered, Arm, gain_of, to_page, tokens_per_verification
+
+
+def answers(seconds: float, lengths: list[float], num: int = 10) -> list[Answered]:
+    """Answers of about so many tokens per verification in each bucket."""
+    chance = random.Random(0)
+    found = []
+    for index, length in enumerate(lengths):
+        for place in range(num):
+            rounds = 40 + chance.randrange(5)
+            tokens = int(rounds * length)
+            end_s = (index + (place + 0.5) / num) * seconds / len(lengths)
+            found.append(
+                Answered(end_s=end_s, num_tokens=tokens, num_accepted=tokens - rounds, seconds=1.0, text=f"{index} a")
+            )
+    return found
+
+
+def test_a_gain_and_when_nine_tenths_of_it_were_reached():
+    rising = [1.5, 1.6, 1.8] + [2.5] * (NUM_BUCKETS - 3)
+    found = gain_of(answers(120.0, rising), 120.0)
+    assert found.is_real
+    assert found.last - found.first == pytest.approx(1.0, abs=0.05)
+    assert found.reached_s == pytest.approx(4 * 120.0 / NUM_BUCKETS)
+
+
+def test_what_lies_within_noise_is_no_gain():
+    found = gain_of(answers(120.0, [2.0] * NUM_BUCKETS), 120.0)
+    assert not found.is_real
+    assert found.reached_s is None
+
+
+def test_tokens_per_verification_weighs_rounds_not_answers():
+    long = Answered(end_s=0.0, num_tokens=90, num_accepted=60, seconds=1.0, text="")
+    short = Answered(end_s=0.0, num_tokens=10, num_accepted=0, seconds=1.0, text="")
+    assert tokens_per_verification([long, short]) == 100 / 40
+
+
+def test_the_page_says_where_there_is_no_gain():
+    flat, rising = [2.0] * NUM_BUCKETS, [1.5] + [2.5] * (NUM_BUCKETS - 1)
+    arms = {
+        "off": Arm((answers(60.0, flat), answers(120.0, flat))),
+        "on": Arm((answers(60.0, flat), answers(120.0, rising))),
+    }
+    page = to_page("title", arms, (60.0, 120.0))
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| o")}
+    assert "(none)" in rows["off"]
+    assert "(none)" not in rows["on"]
+    assert "| 20 |" in rows["on"]
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_kinds_differ_and_prompts_repeat_seldom(model: str):
+    for kind in KINDS[model]:
+        prompts = [kind(random.Random(f"0 {number}")) for number in range(100)]
+        assert len(set(prompts)) > 80
+        assert prompts[3] == kind(random.Random("0 3"))
