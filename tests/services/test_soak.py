@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ from services.failures import (
     require_unharmed,
 )
 from services.live_service import SharedRay
-from services.trained import TRAINED_CASES, trained_drill
+from services.trained import LEARNING_CASES, TRAINED_CASES, learning_drill, trained_drill
 from soak_length import SoakLength
 
 NUM_FAILING_STREAMS = {case.name: case.num_failing_streams for case in FLEET_CASES}
@@ -80,6 +81,12 @@ TRAINED = Soak(
     f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, two verifiers, one drafter; "
     "each update brings the same weights under another version)",
 )
+LEARNING = Soak(
+    "soak_learning",
+    "Soak: drafters that learn, and what ends meanwhile",
+    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, one verifier, two drafters "
+    "whose learner is told to publish a version)",
+)
 REAL = Soak(
     "soak_smollm2",
     "Soak: failures under a real model",
@@ -102,6 +109,11 @@ def test_failures_of_a_fleet(shared_ray: SharedRay, soak_length: SoakLength):
 def test_failures_of_updates(shared_ray: SharedRay, soak_length: SoakLength):
     drill = trained_drill(shared_ray)
     TRAINED.repeat({case.name: partial(drill.run, case) for case in TRAINED_CASES}, soak_length)
+
+
+def test_failures_of_learners(shared_ray: SharedRay, soak_length: SoakLength, tmp_path: Path):
+    drill = learning_drill(shared_ray, tmp_path)
+    LEARNING.repeat({case.name: partial(drill.run, case) for case in LEARNING_CASES}, soak_length)
 
 
 def test_failures_of_ranks(shared_ray: SharedRay, soak_length: SoakLength):

@@ -1,6 +1,6 @@
-"""A trainer that changes a live service's weights while streams run, and what goes wrong with it.
+"""Who changes a live service's weights while streams run, a trainer or a learner, and what goes wrong with it.
 
-All updates bring the very weights that are there, under versions of their own: so every stream must have the tokens of
+All of a trainer's updates bring the very weights that are there, under versions of their own: so every stream must have the tokens of
 plain decoding, whichever versions drew them, and what counts is that none is lost. That other weights give other
 tokens: tests/cluster/api/rollouts, and the study `updates`.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from outrider.cluster.config.pool_options import checkpoint_of
 from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject
 from services.live_service import LiveService, SharedRay, wait_for
 from tiny.refits import trainer
@@ -62,14 +63,16 @@ def _takes_weights(service: LiveService, index: int) -> Inject:
     return inject
 
 
-def _while_updating(strike: Callable[[LiveService, int], Inject]) -> Callable[[LiveService, int], Inject]:
+def _while_updating(
+    strike: Callable[[LiveService, int], Inject], update: Callable[[LiveService], object] = _update
+) -> Callable[[LiveService, int], Inject]:
     """Strike a little later in an update each time. Whether the update succeeds is open: it ends."""
 
     def prepare(service: LiveService, index: int) -> Inject:
         inject = strike(service, index)
 
         def during() -> None:
-            updating = threading.Thread(target=_update, args=(service,))
+            updating = threading.Thread(target=update, args=(service,))
             updating.start()
             time.sleep(0.01 * (index % 10))
             inject()
@@ -87,9 +90,20 @@ def _kill_verifier(service: LiveService, index: int) -> Inject:
     return lambda: os.kill(pid, signal.SIGKILL)
 
 
-def _kill_router(service: LiveService, index: int) -> Inject:
-    pid = service.call("Router", "pid")
-    return lambda: os.kill(pid, signal.SIGKILL)
+def _kill_shell(deployment: str) -> Callable[[LiveService, int], Inject]:
+    def strike(service: LiveService, index: int) -> Inject:
+        pid = service.call(deployment, "pid")
+        return lambda: os.kill(pid, signal.SIGKILL)
+
+    return strike
+
+
+def _kill_rank(deployment: str) -> Callable[[LiveService, int], Inject]:
+    def strike(service: LiveService, index: int) -> Inject:
+        pids = service.call(deployment, "rank_pids")
+        return lambda: os.kill(pids[0], signal.SIGKILL)
+
+    return strike
 
 
 def _cut_checkpoint(service: LiveService, index: int) -> Inject:
@@ -142,7 +156,7 @@ TRAINED_CASES = (
     TAKEN,
     VERIFIER_KILLED,
     TRAINER_KILLED,
-    Case("router killed while weights are taken", _while_updating(_kill_router)),
+    Case("router killed while weights are taken", _while_updating(_kill_shell("Router"))),
     Case("a checkpoint that ends too early", _cut_checkpoint),
 )
 
@@ -153,3 +167,45 @@ def trained_drill(shared_ray: SharedRay) -> TrainedDrill:
         num_verifiers=NUM_VERIFIERS, num_drafters=1, rollouts=True, engine_timeout_s=ENGINE_TIMEOUT_S
     )
     return TrainedDrill(service, num_verifiers=NUM_VERIFIERS, num_drafters=1)
+
+
+class LearningDrill(TrainedDrill):
+    """After each failure all drafters must serve the version that the learner says."""
+
+    def wait_until_whole(self) -> None:
+        super().wait_until_whole()
+        assert isinstance(self.service, LiveService)
+        wait_for(lambda: _learned_versions(self.service) == 1, CATCH_UP_TIMEOUT_S)
+
+
+def _learned_versions(service: LiveService) -> int:
+    """Return how many versions drafters serve, together with the learner's; 0: the learner does not answer."""
+    try:
+        answer = httpx.get(f"{service.base_url}/v1/learner", timeout=CALL_TIMEOUT_S).json()
+    except httpx.HTTPError:
+        return 0
+    drafted = {state.report.load.weight_version for state in service.call("Router", "snapshot").drafters}
+    return len(drafted | {learner["serving"] for learner in answer["data"]}) if answer["data"] else 0
+
+
+def _publish(service: LiveService) -> None:
+    """Publish the drafter's own weights by hand, under the next version; the learner may be gone."""
+    body = {"folder": str(checkpoint_of(service.config.speculative, service.config.model.model))}
+    httpx.post(f"{service.base_url}/v1/learner/publish", json=body, timeout=CALL_TIMEOUT_S)
+
+
+LEARNING_CASES = tuple(
+    Case(f"{name} killed while a version is published", _while_updating(strike, _publish))
+    for name, strike in (
+        ("learner's process", _kill_rank("Learner")),
+        ("learner's replica", _kill_shell("Learner")),
+        ("drafter", _kill_rank("Drafter")),
+    )
+)
+
+
+def learning_drill(shared_ray: SharedRay, folder: Path) -> LearningDrill:
+    """A verifier, and two drafters that learn."""
+    learner = {"folder": str(folder), "min_samples": 4, "num_steps": 4}
+    service = shared_ray.service(num_verifiers=1, num_drafters=2, learner=learner, engine_timeout_s=ENGINE_TIMEOUT_S)
+    return LearningDrill(service, num_verifiers=1, num_drafters=2)

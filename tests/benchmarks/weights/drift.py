@@ -336,7 +336,7 @@ def _swaps(arm: Arm) -> Iterator[tuple[float, str]]:
     """Yield when another version began to serve, and its name."""
     before = None
     for at_s, status in arm.learner:
-        serving = next(iter(status["learners"]), {}).get("serving")
+        serving = next(iter(status["data"]), {}).get("serving")
         if before is not None and serving != before:
             yield at_s, str(serving)
         before = serving

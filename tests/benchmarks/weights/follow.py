@@ -141,4 +141,4 @@ def _drafter_version(http: httpx.Client) -> str:
     answer = http.get("/v1/learner")
     if answer.status_code != 200:
         return ""
-    return ", ".join(learner["serving"] for learner in answer.json()["learners"])
+    return ", ".join(learner["serving"] for learner in answer.json()["data"])
