@@ -68,7 +68,7 @@ class Outcome:
     recovered_s: float
 
 
-def _kill_rank(deployment: str, rank: int, number: int = signal.SIGKILL) -> Callable[[LiveService, int], Inject]:
+def kill_rank(deployment: str, rank: int, number: int = signal.SIGKILL) -> Callable[[LiveService, int], Inject]:
     def prepare(service: LiveService, index: int) -> Inject:
         replicas = service.all_rank_pids(deployment)
         pid = replicas[index % len(replicas)][rank]
@@ -77,7 +77,7 @@ def _kill_rank(deployment: str, rank: int, number: int = signal.SIGKILL) -> Call
     return prepare
 
 
-def _kill_replica(deployment: str) -> Callable[[LiveService, int], Inject]:
+def kill_replica(deployment: str) -> Callable[[LiveService, int], Inject]:
     def prepare(service: LiveService, index: int) -> Inject:
         pid = service.call(deployment, "pid")
         return lambda: os.kill(pid, signal.SIGKILL)
@@ -86,19 +86,19 @@ def _kill_replica(deployment: str) -> Callable[[LiveService, int], Inject]:
 
 
 FLEET_CASES = (
-    Case("drafter killed", _kill_rank("Drafter", 0)),
-    Case("drafter frozen (SIGSTOP)", _kill_rank("Drafter", 0, signal.SIGSTOP)),
-    Case("verifier's engine killed", _kill_rank("Verifier", 0)),
-    Case("whole verifier killed", _kill_replica("Verifier")),
-    Case("verifier frozen (SIGSTOP)", _kill_rank("Verifier", 0, signal.SIGSTOP)),
-    Case("router killed", _kill_replica("Router")),
-    Case("gateway killed", _kill_replica("Gateway"), ends_streams=True),
+    Case("drafter killed", kill_rank("Drafter", 0)),
+    Case("drafter frozen (SIGSTOP)", kill_rank("Drafter", 0, signal.SIGSTOP)),
+    Case("verifier's engine killed", kill_rank("Verifier", 0)),
+    Case("whole verifier killed", kill_replica("Verifier")),
+    Case("verifier frozen (SIGSTOP)", kill_rank("Verifier", 0, signal.SIGSTOP)),
+    Case("router killed", kill_replica("Router")),
+    Case("gateway killed", kill_replica("Gateway"), ends_streams=True),
 )
 REAL_CASES = tuple(
     case for case in FLEET_CASES if case.name in ("drafter killed", "whole verifier killed", "router killed")
 )
-VERIFIER_RANK_KILLED = Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1))
-PARALLEL_CASES = (Case("one TP rank of a drafter killed", _kill_rank("Drafter", 1)), VERIFIER_RANK_KILLED)
+VERIFIER_RANK_KILLED = Case("one TP rank of the only verifier killed", kill_rank("Verifier", 1))
+PARALLEL_CASES = (Case("one TP rank of a drafter killed", kill_rank("Drafter", 1)), VERIFIER_RANK_KILLED)
 LINK_CASES = ("link cut", "link half-open")
 
 

@@ -1,15 +1,14 @@
 """Who changes a live service's weights while streams run, a trainer or a learner, and what goes wrong with it.
 
-All of a trainer's updates bring the very weights that are there, under versions of their own: so every stream must have the tokens of
-plain decoding, whichever versions drew them, and what counts is that none is lost. That other weights give other
-tokens: tests/cluster/api/rollouts, and the study `updates`.
+All of a trainer's updates bring the very weights that are there, under versions of their own: so every stream must have
+the tokens of plain decoding, whichever versions drew them, and what counts is that none is lost. That other weights
+give other tokens: tests/cluster/api/rollouts, and the study `updates`.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -20,7 +19,8 @@ from typing import Any
 import httpx
 
 from outrider.cluster.config.pool_options import checkpoint_of
-from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject
+from outrider.drafter_service.learning.messages import FIRST_VERSION
+from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject, kill_rank, kill_replica
 from services.live_service import LiveService, SharedRay, wait_for
 from tiny.refits import trainer
 
@@ -84,28 +84,6 @@ def _while_updating(
     return prepare
 
 
-def _kill_verifier(service: LiveService, index: int) -> Inject:
-    replicas = service.all_rank_pids("Verifier")
-    pid = replicas[index % len(replicas)][0]
-    return lambda: os.kill(pid, signal.SIGKILL)
-
-
-def _kill_shell(deployment: str) -> Callable[[LiveService, int], Inject]:
-    def strike(service: LiveService, index: int) -> Inject:
-        pid = service.call(deployment, "pid")
-        return lambda: os.kill(pid, signal.SIGKILL)
-
-    return strike
-
-
-def _kill_rank(deployment: str) -> Callable[[LiveService, int], Inject]:
-    def strike(service: LiveService, index: int) -> Inject:
-        pids = service.call(deployment, "rank_pids")
-        return lambda: os.kill(pids[0], signal.SIGKILL)
-
-    return strike
-
-
 def _cut_checkpoint(service: LiveService, index: int) -> Inject:
     """A folder whose tensors end too early is refused whole."""
 
@@ -150,13 +128,13 @@ def _receive(service: LiveService, message: Any) -> httpx.Response:
 
 
 TAKEN = Case("weights from a folder", _takes_weights)
-VERIFIER_KILLED = Case("verifier killed while it takes weights", _while_updating(_kill_verifier))
+VERIFIER_KILLED = Case("verifier killed while it takes weights", _while_updating(kill_rank("Verifier", 0)))
 TRAINER_KILLED = Case("trainer killed within a broadcast", _trainer_dies)
 TRAINED_CASES = (
     TAKEN,
     VERIFIER_KILLED,
     TRAINER_KILLED,
-    Case("router killed while weights are taken", _while_updating(_kill_shell("Router"))),
+    Case("router killed while weights are taken", _while_updating(kill_replica("Router"))),
     Case("a checkpoint that ends too early", _cut_checkpoint),
 )
 
@@ -169,7 +147,7 @@ def trained_drill(shared_ray: SharedRay) -> TrainedDrill:
     return TrainedDrill(service, num_verifiers=NUM_VERIFIERS, num_drafters=1)
 
 
-class LearningDrill(TrainedDrill):
+class LearningDrill(Drill):
     """After each failure all drafters must serve the version that the learner says."""
 
     def wait_until_whole(self) -> None:
@@ -184,7 +162,8 @@ def _learned_versions(service: LiveService) -> int:
         answer = httpx.get(f"{service.base_url}/v1/learner", timeout=CALL_TIMEOUT_S).json()
     except httpx.HTTPError:
         return 0
-    drafted = {state.report.load.weight_version for state in service.call("Router", "snapshot").drafters}
+    loads = [state.report.load for state in service.call("Router", "snapshot").drafters]
+    drafted = {load.weight_version or FIRST_VERSION.name for load in loads}
     return len(drafted | {learner["serving"] for learner in answer["data"]}) if answer["data"] else 0
 
 
@@ -197,9 +176,9 @@ def _publish(service: LiveService) -> None:
 LEARNING_CASES = tuple(
     Case(f"{name} killed while a version is published", _while_updating(strike, _publish))
     for name, strike in (
-        ("learner's process", _kill_rank("Learner")),
-        ("learner's replica", _kill_shell("Learner")),
-        ("drafter", _kill_rank("Drafter")),
+        ("learner's process", kill_rank("Learner", 0)),
+        ("learner's replica", kill_replica("Learner")),
+        ("drafter", kill_rank("Drafter", 0)),
     )
 )
 
