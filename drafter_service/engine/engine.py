@@ -20,7 +20,14 @@ from outrider.drafter_service.engine.drafter import (
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.drafter_service.engine.messages import Addressed
-from outrider.drafter_service.engine.sessions import Round, RunningMean, Session, SessionObserver, SessionTable, in_turns
+from outrider.drafter_service.engine.sessions import (
+    Round,
+    RunningMean,
+    Session,
+    SessionObserver,
+    SessionTable,
+    in_turns,
+)
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
 from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix

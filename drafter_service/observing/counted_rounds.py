@@ -50,7 +50,7 @@ class _Answered:
     """One session's rounds that are not judged yet, oldest first."""
 
     token_ids: Sequence[int]  # the session's own, which grow
-    rounds: collections.deque[_Round] = field(default_factory=collections.deque)
+    rounds: list[_Round] = field(default_factory=list)
 
 
 class CountedRounds:
@@ -83,10 +83,12 @@ class CountedRounds:
         """Judge the rounds that enough text has followed."""
         if (answered := self._answered.get(session.key)) is None:
             return
-        rounds, num_tokens = answered.rounds, len(session.token_ids)
-        while rounds and rounds[0].position + rounds[0].length <= num_tokens:
-            _settle(rounds.popleft(), session.token_ids)
-        if not rounds:
+        num_tokens = len(session.token_ids)
+        for each in answered.rounds:  # a few: each commit brings a token, and a round waits for at most `length`
+            if each.position + each.length <= num_tokens:
+                _settle(each, session.token_ids)
+        answered.rounds = [each for each in answered.rounds if each.position + each.length > num_tokens]
+        if not answered.rounds:
             del self._answered[session.key]
 
     def end(self, key: SessionKey) -> None:

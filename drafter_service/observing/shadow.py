@@ -120,7 +120,9 @@ class Shadow:
         for ask, _ in self._waiting:
             asks.setdefault(ask.key, ask)
         max_num_tokens = max(MAX_AHEAD_TOKENS, *(ask.max_nodes for ask in asks.values()))  # a level in one step
-        drafts = {draft.round_id: draft for draft in self._drafter.draft([*asks.values()], max_num_tokens=max_num_tokens)}
+        drafts = {
+            draft.round_id: draft for draft in self._drafter.draft([*asks.values()], max_num_tokens=max_num_tokens)
+        }
         waiting, self._waiting = self._waiting, collections.deque()
         for ask, round_ in waiting:
             if ask.ask_id in drafts:

@@ -91,7 +91,7 @@ def build_shadow(spec: DrafterSpec, folder: str) -> Drafter:
         raise ValueError(refusal)
     if speculative.method is Method.HYBRID:
         raise ValueError("a hybrid has no shadow: its lookups would have to remember every text twice")
-    model = spec.model or spec.target
+    model = spec.model or spec.target  # an MTP layer is read from among its target's tensors
     longest = None if model.max_model_len is None else min(model.max_model_len, SHADOW_KV_TOKENS)
     model = replace(
         model,
@@ -99,11 +99,16 @@ def build_shadow(spec: DrafterSpec, folder: str) -> Drafter:
         max_model_len=longest,
         num_kv_blocks=-(-SHADOW_KV_TOKENS // model.block_size),
         tensor_parallel_size=1,
+        check_logits=False,  # of the serving drafter's kind, which was checked
     )
-    if folder or spec.model is not None:
-        spec = replace(spec, model=model)
+    spec = replace(spec, target=model) if spec.model is None else replace(spec, model=model)
     spec = replace(spec, speculative=replace(speculative, ahead_branches=0))
-    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
+    runner: ParallelRunner | None = None
+    if spec.loads_model:
+        share = ModelRunner(model, TensorParallelGroup.single())
+        if share.graphs is not None:
+            share.graphs.capture(has_trees=spec.has_trees)
+        runner = ParallelRunner(share)
     rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "shadow"))
     drafter = build_drafter(spec, runner=runner, rng=rng)
     _warm_up(spec, drafter, replace(_engine_config(spec), max_sessions=MAX_WAITING_ROUNDS))
@@ -230,7 +235,7 @@ class DraftLoop:
                     self._publish(ready)
                 self._publish(self._engine.step())
                 self._engine.run_ahead()
-                if can_learn and self._learning is not None:
+                if can_learn and self._learning is not None and self._learning.has_work():
                     self._learning.draft_in_shadow()
                 if self._checks_integrity:
                     self._engine.check_integrity()
