@@ -99,9 +99,8 @@ class EngineLearning:
     # --- spare time ---
 
     def has_work(self) -> bool:
-        """Return whether a round waits for the shadow, while the engine has nothing to do."""
-        is_idle = not (self._engine.has_work() or self._engine.has_spare_work())
-        return is_idle and self._shadow is not None and self._shadow.has_work()
+        """Return whether a round waits for the shadow, while nothing is asked for."""
+        return self._shadow is not None and self._shadow.has_work() and not self._engine.has_work()
 
     def draft_in_shadow(self) -> None:
         """Run one step of the shadow; one that raises is dropped, and the next report says why."""

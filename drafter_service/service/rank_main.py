@@ -50,6 +50,7 @@ from outrider.verifier_service.refit.rank_weights import RankWeights
 from outrider.verifier_service.start_phases import tell_phase
 
 LOAD_INTERVAL_S = 0.2
+SHADOW_TURNS = 4  # of so many turns of spare time, the shadow has one where there is more to run ahead for
 SHADOW_KV_TOKENS = 8192  # that a drafter in the shadow has KV for; longer texts are not drafted twice
 
 
@@ -223,22 +224,34 @@ class DraftLoop:
         self._answers: list[Relay] = []
         self._results: list[ControlResult] = []
         self._next_load_s = 0.0
+        self._num_turns = 0  # of spare time, while a round waited for the shadow
 
     def run(self) -> None:
         """Step until the shell closes the pipe."""
         with contextlib.closing(self._states), contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
-                is_idle = not (self._engine.has_work() or self._engine.has_spare_work())
-                can_learn = is_idle and self._learning is not None and self._learning.has_work()
-                self._receive(patience_s=LOAD_INTERVAL_S if is_idle and not can_learn else 0.0)
+                is_busy = self._engine.has_work() or self._engine.has_spare_work() or self._has_shadow_work()
+                self._receive(patience_s=0.0 if is_busy else LOAD_INTERVAL_S)
                 if ready := self._engine.flush():  # answers without a forward are sent before it
                     self._publish(ready)
                 self._publish(self._engine.step())
-                self._engine.run_ahead()
-                if can_learn and self._learning is not None and self._learning.has_work():
-                    self._learning.draft_in_shadow()
+                self._spend_spare_time()
                 if self._checks_integrity:
                     self._engine.check_integrity()
+
+    def _has_shadow_work(self) -> bool:
+        return self._learning is not None and self._learning.has_work()
+
+    def _spend_spare_time(self) -> None:
+        """Run one forward ahead, or a step of the shadow: while nothing is asked for, as far as is known."""
+        if self._learning is None or not self._has_shadow_work() or self._pipe.poll():
+            self._engine.run_ahead()
+            return
+        self._num_turns += 1
+        if self._engine.has_spare_work() and self._num_turns % SHADOW_TURNS:
+            self._engine.run_ahead()
+        else:
+            self._learning.draft_in_shadow()
 
     def _receive(self, patience_s: float) -> None:
         """Process all arrived messages; wait up to `patience_s` for the first."""
