@@ -71,7 +71,9 @@ class SetLearning:
     call_id: str
     sample_share: float = 0.0  # of the sessions that may be kept
     max_sample_tokens: int = 2048  # of a longer text, the first so many
-    shadow_folder: str = ""  # a candidate's or predecessor's weights, drafting beside the serving ones; "": none
+    # a candidate's or predecessor's weights, drafting beside the serving ones; "": those that the pool started with, or,
+    # without a version, none
+    shadow_folder: str = ""
     shadow_version: str = ""
     shadow_share: float = 0.0  # of the sessions
 

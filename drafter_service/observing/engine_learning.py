@@ -61,17 +61,17 @@ class EngineLearning:
 
     def set(self, message: SetLearning) -> None:
         """Do from now on what a message says. Raises `ValueError` if the shadow cannot be built: there is none then."""
-        if not (message.sample_share > 0 or message.shadow_version):
+        source = (message.shadow_folder, message.shadow_version)
+        if not (message.sample_share > 0 or any(source)):
             self._drop_shadow()
             self._forget_all()
             return
         self._texts.sample_share, self._texts.max_sample_tokens = message.sample_share, message.max_sample_tokens
         self._engine.observer = self
-        source = (message.shadow_folder, message.shadow_version)
         self._shadow_error = ""
         if self._shadow is None or source != self._shadow_source:
             self._drop_shadow()
-            if message.shadow_version:
+            if any(source):
                 self._shadow = self._built(message)
                 self._shadow_source = source
         if self._shadow is not None:

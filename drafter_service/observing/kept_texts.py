@@ -140,8 +140,9 @@ class KeptTexts:
         positions, states = self._states(text, len(token_ids))
         if states is not None and states.numel() * torch.bfloat16.itemsize > MAX_SAMPLE_BYTES:
             return None
-        num_top = 0 if text.top is None else self._needs.num_top
-        top = text.top or _TopRows()
+        top, num_top = text.top or _TopRows(), self._needs.num_top
+        if len(top.ids) < num_new * num_top:  # a row is missing, or rows were cut by an older `max_sample_tokens`
+            num_top = 0
         return ServedSample(
             request_id=session.key.request_id,
             token_ids=token_ids,

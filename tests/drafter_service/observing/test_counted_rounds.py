@@ -8,13 +8,13 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
 from outrider.drafter_service.engine.draft_tree import num_named, num_reached
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import SetLearning, VersionCounts
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.verifier_service.messages.draft import ROOT, Close, Draft, Resync
+from tiny.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
 
 
 def draft_of(token_ids: tuple[int, ...], parents: tuple[int, ...] | None = None) -> Draft:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fakes.runner import FakeRunner
-from fakes.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import ServedSample, SetLearning
@@ -28,6 +27,7 @@ from outrider.verifier_service.messages.draft import (
     States,
 )
 from tiny.drafters import model_drafter
+from tiny.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
 
 PROMPT, NEW = (1, 2, 3), (40, 41, 42, 43, 44)
 BOTH = SetLearning(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.scripted_drafter import Clock, ScriptedDrafter, commit, open_, say, scripted_engine
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import ServedSample, SetLearning
 from outrider.drafter_service.engine.payloads import handle_payload
@@ -24,6 +23,7 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     States,
 )
+from tiny.scripted_drafter import Clock, ScriptedDrafter, commit, open_, say, scripted_engine
 
 PROMPT, NEW = (1, 2, 3), (40, 41, 42, 43, 44)
 ALL = SetLearning(call_id="s", sample_share=1.0)
@@ -246,6 +246,16 @@ def test_rows_are_cut_with_the_text():
     kept.say(open_("r", PROMPT), commit("r", 3, NEW, target_rows=good), commit("r", 8, NEW, target_rows=good), CLOSE)
     (sample,) = kept.samples()
     assert np.frombuffer(sample.top_ids, "<i4").reshape(-1, 2)[:, 0].tolist() == list(NEW)
+
+
+def test_rows_that_a_smaller_bound_has_cut_are_not_kept():
+    kept = topped()
+    good = tuple(row((each, 3)) for each in NEW)
+    kept.learning.set(replace(ALL, max_sample_tokens=8))
+    kept.say(open_("r", PROMPT), commit("r", 3, NEW, target_rows=good), commit("r", 8, NEW, target_rows=good))
+    kept.learning.set(ALL)
+    sample = kept.sample(CLOSE)
+    assert (sample.token_ids, sample.num_top, sample.top_ids) == (PROMPT + NEW + NEW, 0, b"")
 
 
 def test_rows_that_nobody_asked_for_are_not_kept():

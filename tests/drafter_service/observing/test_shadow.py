@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fakes.scripted_drafter import PEER, ScriptedDrafter, commit, counting, open_, say, scripted_engine
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.learning_messages import SetLearning, TrialCounts
 from outrider.drafter_service.observing.engine_learning import EngineLearning
@@ -23,6 +22,7 @@ from outrider.verifier_service.messages.draft import (
     DraftSampling,
     SparseRow,
 )
+from tiny.scripted_drafter import PEER, ScriptedDrafter, commit, counting, open_, say, scripted_engine
 
 PROMPT = (1, 2, 3)
 TRIAL = SetLearning(call_id="s", shadow_folder="/f", shadow_version="v1", shadow_share=1.0)

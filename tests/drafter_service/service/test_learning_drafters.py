@@ -1,4 +1,4 @@
-"""Drafters of a pool that learns: samples of a real target's states, shadows of real weights, the process and its door."""
+"""Drafters of a pool that learns: samples of real states, shadows of real weights, the process and its door."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,20 @@ from transformers import AutoModelForCausalLM
 
 from exactness.drafter_checkpoints import head_folder
 from outrider.cluster.offline.engine import RankProcesses
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import ServedSample, SetLearning, TakeTexts, TrialCounts
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.own_weights import DrafterControl, OwnWeights
-from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine, build_shadow, run_drafter_rank
+from outrider.drafter_service.service.rank_main import (
+    SHADOW_TURNS,
+    DraftLoop,
+    build_draft_engine,
+    build_shadow,
+    run_drafter_rank,
+)
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
@@ -50,6 +57,7 @@ from tiny.forking import FORKING
 from tiny.loop_thread import LoopThread
 from tiny.models import make_checkpoint, make_model, random_sequences
 from tiny.refits import perturb
+from tiny.scripted_drafter import ScriptedDrafter, commit, open_, say
 
 SIZES: dict[str, Any] = {"num_kv_blocks": 96, "block_size": 4, "max_model_len": 96, "device": "cpu"}
 PROMPTS = random_sequences((9, 14, 21, 5, 9))
@@ -456,6 +464,42 @@ def test_the_loop_drafts_in_the_shadow_while_nothing_is_asked(root: Path) -> Non
         loop.hear_until(lambda: loop.last(lambda update: update.trial and update.trial.num_rounds))
         trial = loop.last(lambda update: update.trial)
         assert (trial.serving_score, trial.shadow_score, trial.squared_difference) == (4, 4, 0)
+
+
+class Busy(DraftEngine):
+    """An engine that can always run ahead."""
+
+    num_ahead = 0
+
+    def has_spare_work(self) -> bool:
+        return not self.has_work()
+
+    def run_ahead(self, max_num_tokens: int = 0) -> None:
+        self.num_ahead += 1
+
+
+def test_running_ahead_leaves_the_shadow_its_turns() -> None:
+    engine = Busy(ScriptedDrafter(), clock=lambda: 0.0, config=DraftEngineConfig())
+    shadow = ScriptedDrafter()
+    learning = EngineLearning(engine, lambda folder: shadow)
+    near, far = Pipe()
+    loop = DraftLoop(engine, near, clock=lambda: 0.0, learning=learning)
+    for _ in range(5):
+        loop._spend_spare_time()
+    assert engine.num_ahead == 5
+    learning.set(replace(ALL, shadow_version="v1", shadow_share=1.0))
+    say(engine, open_("r", (1, 2)), commit("r", 2), open_("q", (1, 2)), commit("q", 2))
+    say(engine, commit("r", 2, (3,)))
+    while learning.has_work():
+        loop._spend_spare_time()
+    assert (len(shadow.asks), engine.num_ahead) == (3, 5 + 2 * (SHADOW_TURNS - 1))
+    say(engine, commit("r", 3, (4,)))
+    far.send_bytes(b"a message that waits")
+    for _ in range(2 * SHADOW_TURNS):
+        loop._spend_spare_time()
+    assert len(shadow.asks) == 3, "what is asked for goes first"
+    near.close()
+    far.close()
 
 
 def test_a_draft_model_on_two_ranks_has_a_shadow_on_one(root: Path) -> None:
