@@ -71,8 +71,8 @@ class SetLearning:
     call_id: str
     sample_share: float = 0.0  # of the sessions that may be kept
     max_sample_tokens: int = 2048  # of a longer text, the first so many
-    # a candidate's or predecessor's weights, drafting beside the serving ones; "": those that the pool started with, or,
-    # without a version, none
+    # a candidate's or predecessor's weights, drafting beside the serving ones; "": those that the pool started with,
+    # or, without a version, none
     shadow_folder: str = ""
     shadow_version: str = ""
     shadow_share: float = 0.0  # of the sessions

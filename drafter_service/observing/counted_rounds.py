@@ -17,6 +17,7 @@ from outrider.drafter_service.engine.sessions import Session
 from outrider.verifier_service.messages.draft import Draft
 
 MAX_VERSIONS = 4  # whose counts are kept
+MAX_WAITING_ROUNDS = 128  # of a session; more than this are asked for again and again without new text
 Judge = Callable[[Sequence[int]], None]  # is told the text after a round; empty: none will follow
 
 
@@ -77,6 +78,8 @@ class CountedRounds:
     def answer(self, session: Session, length: int, draft: Draft, judge: Judge | None = None) -> None:
         """Note an answered round of `length`; `judge` is told the text that has followed."""
         answered = self._answered.setdefault(session.key, _Answered(session.token_ids))
+        if len(answered.rounds) == MAX_WAITING_ROUNDS:
+            del answered.rounds[0]
         answered.rounds.append(_Round(len(session.token_ids), length, draft, self._tallies[-1], judge))
 
     def commit(self, session: Session) -> None:

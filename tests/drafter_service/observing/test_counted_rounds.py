@@ -12,6 +12,7 @@ from outrider.drafter_service.engine.draft_tree import num_named, num_reached
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import SetLearning, VersionCounts
+from outrider.drafter_service.observing.counted_rounds import MAX_WAITING_ROUNDS
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.verifier_service.messages.draft import ROOT, Close, Draft, Resync
 from tiny.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
@@ -92,6 +93,15 @@ def test_nothing_is_counted_before_a_learner_asks_and_after_it_has_stopped():
     assert learning.take_samples() == ([], 0)
 
 
+def test_a_session_that_asks_on_and_on_without_text_is_bounded():
+    engine, learning = learning_engine()
+    say(engine, open_("r", (1, 2, 3)))
+    for _ in range(MAX_WAITING_ROUNDS + 5):
+        say(engine, commit("r", 3))
+    say(engine, commit("r", 3, (4, 5, 6, 7), max_length=0))
+    assert learning.report().versions[0].num_rounds == MAX_WAITING_ROUNDS
+
+
 # --- any conversation ---
 
 
@@ -129,7 +139,7 @@ ENDS = st.sampled_from([("gap",), ("close",), ("gone",)])
 SESSIONS = st.lists(st.tuples(OPEN, st.lists(COMMIT | COMMIT | SUPERSEDED, max_size=8), ENDS | OPEN), max_size=5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(SESSIONS, st.integers(0, 1 << 32))
 def test_any_conversation_is_counted_right(sessions, seed):
     random = Random(seed)

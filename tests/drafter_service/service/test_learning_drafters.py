@@ -214,12 +214,16 @@ def test_states_are_those_of_the_committed_text(root: Path, method: Method, num_
             require_states(sample, expected, shift=1)
 
 
-def test_states_that_the_targets_prefix_cache_no_longer_gives_are_left_out(root: Path) -> None:
+def test_states_are_right_where_the_target_preempts_and_where_its_prefix_cache_hits(root: Path) -> None:
     spec = spec_of(root, Method.EAGLE3)
-    service = Service(spec)
-    service.run(PROMPTS[2:3], "a")
+    service = Service(replace(spec, target=replace(spec.target, num_kv_blocks=26)))
+    service.run(prefix="a")
     service.run(PROMPTS[2:3], "b")
-    for sample in service.samples().values():
+    assert service.engine.scheduler.num_preemptions > 0
+    assert service.engine.scheduler.num_prefix_hit_tokens > 0
+    samples = service.samples()
+    assert len(samples) == len(PROMPTS) + 1
+    for sample in samples.values():
         require_states(sample, plain_states(root / "target", sample.token_ids, state_taps(spec)))
 
 
