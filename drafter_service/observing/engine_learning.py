@@ -81,7 +81,10 @@ class EngineLearning:
         try:
             drafter = self._build_shadow(message.shadow_folder)
         except Exception as error:  # whatever is wrong with the folder, what serves goes on
-            raise ValueError(f"shadow {message.shadow_version}: {error or repr(error)}") from error
+            raise ValueError(f"shadow {message.shadow_version}: {str(error) or repr(error)}") from error
+        found, wanted = ((each.vocab_size, each.needs.taps) for each in (drafter, self._engine))
+        if found != wanted:
+            raise ValueError(f"shadow {message.shadow_version}: vocab_size and taps {found}, those that serve {wanted}")
         share, version = message.shadow_share, message.shadow_version
         return Shadow(drafter, serving=self._serving, version=version, share=share)
 

@@ -165,9 +165,9 @@ class KeptTexts:
         if (states := text.session.states.tensor) is None:
             return (), None
         states = states[:num_tokens]
-        is_there = ~states[:, 0].isnan()
-        positions = tuple(is_there.nonzero()[:, 0].tolist())
-        return positions, states[is_there] if positions else None
+        num_missing = int(states[:, 0].isnan().sum())  # of the first tokens: see `StateBuffer`
+        positions = tuple(range(num_missing, len(states)))
+        return positions, states[num_missing:] if positions else None
 
 
 def _filled(values: Sequence[int], length: int, value: int) -> list[int]:

@@ -235,6 +235,14 @@ def test_a_shadow_that_cannot_be_built_is_refused_and_there_is_none():
     assert len(learning.take_samples()[0]) == 1, "the rest of what was said holds"
 
 
+@pytest.mark.parametrize("other", [{"vocab_size": 101}, {"needs": DraftNeeds(taps=(2,))}])
+def test_a_shadow_of_another_vocabulary_or_that_reads_other_states_is_refused(other: dict[str, Any]):
+    learning = EngineLearning(scripted_engine(ScriptedDrafter()), lambda folder: ScriptedDrafter(**other))
+    with pytest.raises(ValueError, match="shadow v1: vocab_size and taps"):
+        learning.set(BOTH)
+    assert learning.report().trial is None
+
+
 @pytest.mark.parametrize("ending", ["off", "another", "serves", "raises"])
 def test_a_dropped_shadow_leaves_no_memory_behind(ending: str):
     engine = scripted_engine(ScriptedDrafter())
