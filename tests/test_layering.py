@@ -48,8 +48,9 @@ ROOMS = {
     ),
     "drafter_service/models": ("engine heads verifier_service/messages verifier_service/model verifier_service/engine"),
     "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
+    "drafter_service/observing": "engine verifier_service/messages",
     "drafter_service/service": (
-        "proto engine lookup heads head_drafters models target verifier_service verifier_service/messages "
+        "proto engine observing lookup heads head_drafters models target verifier_service verifier_service/messages "
         "verifier_service/model verifier_service/links verifier_service/engine verifier_service/refit"
     ),
     "drafter_service/embedded": "service",

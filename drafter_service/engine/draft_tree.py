@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.messages.draft import ROOT
+from outrider.verifier_service.messages.draft import ROOT, Draft
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,3 +68,30 @@ class DraftTree:
             parents=tuple(new_index[self.parents[index]] for index in indices),
             confidences=tuple(self.probs[index] for index in indices),
         )
+
+
+def num_named(draft: Draft, text: Sequence[int]) -> int:
+    """Count a draft's tokens that a text has at their places, up to the first wrong one; of a tree, on its best path.
+
+    `text` begins at the draft's position.
+    """
+    right = {ROOT: 0}  # by node whose path is right: the tokens of the path
+    for index, (token_id, parent) in enumerate(zip(draft.token_ids, _parents(draft), strict=True)):
+        depth = right.get(parent, len(text))
+        if depth < len(text) and token_id == text[depth]:
+            right[index] = depth + 1
+    return max(right.values())
+
+
+def num_reached(draft: Draft, num_tokens: int) -> int:
+    """Count a draft's tokens that a text of `num_tokens` has a token in the place of."""
+    if draft.parents is None:
+        return min(len(draft.token_ids), num_tokens)
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return sum(depth < num_tokens for depth in depths)
+
+
+def _parents(draft: Draft) -> Sequence[int]:
+    return range(ROOT, len(draft.token_ids) - 1) if draft.parents is None else draft.parents

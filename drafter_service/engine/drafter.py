@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, SparseRow
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -96,6 +97,14 @@ class Remembers(Protocol):
 
     def seed(self, history: History, responses: Sequence[PastResponse]) -> None:
         """Keep responses that ended elsewhere, oldest first; raises `ValueError` for ids outside the vocabulary."""
+
+
+@runtime_checkable
+class TakesTexts(Protocol):
+    """A drafter that remembers texts of past requests."""
+
+    def take_texts(self, samples: Sequence[ServedSample]) -> None:
+        """Remember texts, oldest first, as of requests that ended here; raises `ValueError` for unknown ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

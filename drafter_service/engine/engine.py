@@ -8,10 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from outrider.drafter_service.engine.drafter import GREEDY, Ask, DraftEngineConfig, Drafter, Remembers, SessionKey
+from outrider.drafter_service.engine.drafter import (
+    GREEDY,
+    Ask,
+    DraftEngineConfig,
+    Drafter,
+    Remembers,
+    SessionKey,
+    TakesTexts,
+)
 from outrider.drafter_service.engine.forward_cost import ForwardCost
+from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.drafter_service.engine.messages import Addressed
-from outrider.drafter_service.engine.sessions import Round, RunningMean, Session, SessionTable, in_turns
+from outrider.drafter_service.engine.sessions import (
+    Round,
+    RunningMean,
+    Session,
+    SessionObserver,
+    SessionTable,
+    in_turns,
+)
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
 from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
@@ -57,6 +73,7 @@ class DraftEngine:
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
         self.weight_version: str | None = "" if has_weights else None  # of the last update; None: no weights
         self.counters = DrafterCounters()
+        self.observer: SessionObserver | None = None  # while the pool learns
         self._drafter = drafter
         cost = ForwardCost(clock) if cost is None else cost
         self._spare_time = SpareTime(ahead, cost=cost, counters=self.counters)
@@ -85,8 +102,12 @@ class DraftEngine:
             case Commit():
                 self._commit(key, message)
             case Close():
-                self._remember(key)
-                self._drop(key)
+                self._close(key)
+
+    def take_texts(self, samples: Sequence[ServedSample]) -> None:
+        """Let a drafter that looks tokens up remember texts, see `TakesTexts`; others ignore them."""
+        if isinstance(self._drafter, TakesTexts):
+            self._drafter.take_texts(samples)
 
     def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
         """Drop a session and ask its verifier for all of it again."""
@@ -116,6 +137,8 @@ class DraftEngine:
         No step may be running. Sessions and unanswered rounds stay, with the target's states: those are the target's.
         """
         self.weight_version = version
+        if self.observer is not None:
+            self.observer.take_version(version)
         for session in self._sessions:
             self._drafter.release(session.key)
 
@@ -149,7 +172,10 @@ class DraftEngine:
         self._sessions.check_integrity()
         waiting = {session.round.ask.ask_id for session in self._sessions if session.round is not None}
         assert waiting == self._asked.keys(), "asks and unanswered rounds differ"
-        self._drafter.check_integrity({session.key for session in self._sessions})
+        keys = {session.key for session in self._sessions}
+        self._drafter.check_integrity(keys)
+        if self.observer is not None:
+            self.observer.check_integrity(keys)
 
     # --- messages ---
 
@@ -157,9 +183,10 @@ class DraftEngine:
         if (older := self._sessions.get(key)) is not None:
             self._take_round(older)
         token_ids, now_s = list(message.token_ids), self._clock()
-        self._sessions.put(
-            Session(key, message.sampling, token_ids, now_s, cache_salt=message.cache_salt, history=message.history)
-        )
+        session = Session(key, message.sampling, token_ids, now_s, message.cache_salt, message.history)
+        self._sessions.put(session)
+        if self.observer is not None:
+            self.observer.open(session, message)
         self._check_tokens(key, message.token_ids, may_be_empty=False)
         self._evict(self._sessions.surplus())
 
@@ -176,6 +203,9 @@ class DraftEngine:
         except ValueError:
             self.counters.num_bad_messages += 1
             self._ask_for_resync(key)
+        else:
+            if self.observer is not None and self._drafter.needs.last_state_only:
+                self.observer.take_state(session, message)
         if session.states.num_bytes > num_bytes:
             self._bound_states(session)
 
@@ -196,6 +226,8 @@ class DraftEngine:
         if self._take_round(session) is not None:
             self.counters.num_superseded_rounds += 1
         session.token_ids.extend(message.token_ids)
+        if self.observer is not None:
+            self.observer.commit(session, message)
         self._check_tokens(key, message.token_ids, may_be_empty=True)
         session.take_pause(now_s)
         if message.max_length <= 0:
@@ -225,7 +257,7 @@ class DraftEngine:
         if self._spare_time.expects(key):
             draft = self._spare_time.answer(ask, session.pause_s.value)
             if draft is not None:
-                self._answer(draft)
+                self._answer(draft, was_ahead=True)
 
     def _known_predictions(self, message: Commit) -> tuple[int, ...]:
         """Return the predictions, or none where one is no token: each belongs to its place, so none can be left out."""
@@ -270,13 +302,20 @@ class DraftEngine:
 
     # --- sessions and answers ---
 
-    def _remember(self, key: SessionKey) -> None:
-        """Let the drafter keep the response of a rollout that ends: not of a session that is lost or evicted."""
-        session, drafter = self._sessions.get(key), self._drafter
-        if session is None or session.refusal is not None or session.history is None:
-            return
-        if session.history.key and isinstance(drafter, Remembers):
-            drafter.remember(session.history, session.token_ids[session.history.num_prompt_tokens :])
+    def _close(self, key: SessionKey) -> None:
+        """End a session; what it leaves behind is kept, as it is not of one that is lost, evicted or refused."""
+        session = self._sessions.get(key)
+        if session is not None and session.refusal is None:
+            self._remember(session)
+            if self.observer is not None:
+                self.observer.close(session)
+        self._drop(key)
+
+    def _remember(self, session: Session) -> None:
+        """Let the drafter keep the response of a rollout."""
+        history, drafter = session.history, self._drafter
+        if history is not None and history.key and isinstance(drafter, Remembers):
+            drafter.remember(history, session.token_ids[history.num_prompt_tokens :])
 
     def _seed(self, message: Seed) -> None:
         """Let the drafter keep responses that ended elsewhere; ids that it does not know are a bad message."""
@@ -291,6 +330,8 @@ class DraftEngine:
     def _drop(self, key: SessionKey) -> None:
         if (session := self._sessions.remove(key)) is not None:
             self._take_round(session)
+            if self.observer is not None:
+                self.observer.drop(session)
             self._drafter.release(key)
 
     def _evict(self, sessions: Sequence[Session]) -> None:
@@ -309,7 +350,7 @@ class DraftEngine:
             self.counters.num_expired_sessions += 1
             self._drop(session.key)
 
-    def _answer(self, draft: Draft) -> None:
+    def _answer(self, draft: Draft, *, was_ahead: bool = False) -> None:
         """Send a drafter's answer, whose round is the engine's number, as one to the verifier's round."""
         session = self._asked[draft.round_id]
         unanswered = self._take_round(session)
@@ -321,6 +362,8 @@ class DraftEngine:
         self._spare_time.observe_answer(waited_s)
         self.counters.num_drafts += 1
         self.counters.num_draft_tokens += len(draft.token_ids)
+        if self.observer is not None:
+            self.observer.answer(session, unanswered.ask, draft, was_ahead=was_ahead)
         self._outbox.append((session.key.peer, draft))
 
     def _reply_empty(self, key: SessionKey, round_id: int, position: int) -> None:

@@ -39,7 +39,9 @@ class VersionCounts:
     version: str
     num_rounds: int = 0  # answers that text has followed
     num_draft_tokens: int = 0
-    num_named_tokens: int = 0  # of them, those that the target committed at their place, up to the first that it did not
+    num_named_tokens: int = (
+        0  # of them, those that the target committed at their place, up to the first that it did not
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,9 @@ class SetLearning:
     call_id: str
     sample_share: float = 0.0  # of the sessions that may be kept
     max_sample_tokens: int = 2048  # of a longer text, the first so many
-    shadow_folder: str = ""  # a candidate's or predecessor's weights, drafting beside the serving ones; "": none
+    # a candidate's or predecessor's weights, drafting beside the serving ones; "": those that the pool started with,
+    # or, without a version, none
+    shadow_folder: str = ""
     shadow_version: str = ""
     shadow_share: float = 0.0  # of the sessions
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.drafter_service.engine.learning_messages import (
+    ServedSample,
+    SetLearning,
+    TakeTexts,
+    TrialCounts,
+    VersionCounts,
+)
 from outrider.verifier_service.messages.draft import DrafterMessage, DraftNeeds
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import CONTROLS, ControlResult, PeerState, Relay
@@ -30,7 +37,15 @@ class DrafterUpdate:
     relays: tuple[Relay, ...] = ()
     load: DrafterLoad | None = None
     results: tuple[ControlResult, ...] = ()
+    # while the pool learns
+    samples: tuple[ServedSample, ...] = ()
+    num_dropped_samples: int = 0  # too large for a frame, since the last update that had samples
+    # with the load
+    trial: TrialCounts | None = None  # None: there is no shadow
+    versions: tuple[VersionCounts, ...] = ()  # the last ones, the present one last
+    shadow_error: str = ""  # why the shadow was dropped while it drafted
 
 
-TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS)
+LEARNING_CONTROLS = (SetLearning, TakeTexts)  # from the drafter's own shell alone, never over a link
+TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS, *LEARNING_CONTROLS)
 FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

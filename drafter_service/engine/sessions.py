@@ -6,13 +6,13 @@ A session's tokens are the committed ones. Drafted tokens, and any KV, belong to
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.state_buffer import StateBuffer
-from outrider.verifier_service.messages.draft import DraftSampling, History
+from outrider.verifier_service.messages.draft import Commit, Draft, DraftSampling, History, Open, States
 
 SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
 
@@ -43,9 +43,9 @@ class Session:
     sampling: DraftSampling
     token_ids: list[int]
     last_used_s: float
-    round: Round | None = None
     cache_salt: str = ""
     history: History | None = None
+    round: Round | None = None
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
     answered_s: float | None = None  # when its last draft was; None: the verifier has come back since
@@ -56,6 +56,34 @@ class Session:
         if self.answered_s is not None:
             self.pause_s.observe(now_s - self.answered_s)
             self.answered_s = None
+
+
+class SessionObserver(Protocol):
+    """What is told of sessions while the pool learns; it changes nothing of them."""
+
+    def open(self, session: Session, message: Open) -> None:
+        """Note a session that begins; an older one of the same key is replaced, and not told of by `drop`."""
+
+    def take_state(self, session: Session, message: States) -> None:
+        """Note the one state that the session has kept of a message: of drafters that read the last state alone."""
+
+    def commit(self, session: Session, message: Commit) -> None:
+        """Note tokens that the session has just got."""
+
+    def answer(self, session: Session, ask: Ask, draft: Draft, *, was_ahead: bool) -> None:
+        """Note an answer; `was_ahead`: it was drafted before it was asked for."""
+
+    def close(self, session: Session) -> None:
+        """Note that a verifier has closed a session that was not refused; `drop` follows."""
+
+    def drop(self, session: Session) -> None:
+        """Note the end of a session, whatever ended it."""
+
+    def take_version(self, version: str) -> None:
+        """Note that answers come from new weights from now on."""
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        """Raise `AssertionError` if anything is kept of a session that is not in `keys`."""
 
 
 @dataclass(slots=True)

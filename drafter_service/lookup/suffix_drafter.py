@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.learning_messages import ServedSample
+from outrider.drafter_service.engine.tokens import first_bad_token
 from outrider.drafter_service.lookup.prompt_history import PromptHistories, check_ids
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
 from outrider.drafter_service.lookup.token_history import (
@@ -166,6 +168,17 @@ class SuffixDrafter:
             del samples[key]
             if not samples:
                 del self._samples[session.shared.key]
+
+    def take_texts(self, samples: Sequence[ServedSample]) -> None:
+        """Remember the responses of requests that ended elsewhere, oldest first, each for its salt.
+
+        Raises `ValueError` and remembers none for ids outside the vocabulary.
+        """
+        responses = [(one.cache_salt, one.token_ids[one.num_prompt_tokens :]) for one in samples]
+        if any(first_bad_token(response, self.vocab_size) is not None for _, response in responses):
+            raise ValueError(f"samples: token ids outside [0, {self.vocab_size})")
+        for cache_salt, response in responses:
+            self._past.add(cache_salt, response)
 
     # --- histories of rollouts ---
 

@@ -15,7 +15,9 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.drafter import Ask, Drafter, Remembers, SessionKey
+from outrider.drafter_service.engine.draft_tree import num_named
+from outrider.drafter_service.engine.drafter import Ask, Drafter, Remembers, SessionKey, TakesTexts
+from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, History
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -44,13 +46,7 @@ class _Used:
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
         """Return how many of its tokens were committed since."""
-        node = ROOT
-        parents = self.draft.parents or range(ROOT, len(self.draft.token_ids) - 1)
-        position = self.num_committed
-        for index, (token_id, parent) in enumerate(zip(self.draft.token_ids, parents, strict=True)):
-            if parent == node and position < len(token_ids) and token_ids[position] == token_id:
-                node, position = index, position + 1
-        return position - self.num_committed
+        return num_named(self.draft, token_ids[self.num_committed :])
 
 
 @dataclass(slots=True)
@@ -139,6 +135,11 @@ class HybridDrafter:
         for drafter in self._lookups.values():
             if isinstance(drafter, Remembers):
                 drafter.seed(history, responses)
+
+    def take_texts(self, samples: Sequence[ServedSample]) -> None:
+        for drafter in self._lookups.values():
+            if isinstance(drafter, TakesTexts):
+                drafter.take_texts(samples)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._sessions.keys() <= set(keys), "a choice for a session that is gone"

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.learning_messages import SetLearning, TakeTexts
+from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.verifier_service.messages.engine import Control, ControlResult, UpdateDraftWeights, UpdateWeights
 from outrider.verifier_service.model.weights import WeightError, copy_tensors, require_alike
@@ -58,21 +60,34 @@ class OwnWeights:
 
 
 class DrafterControl:
-    """What a trainer asks of a drafter between two steps."""
+    """What a trainer, or by way of the shell the pool's learner, asks of a drafter between two steps."""
 
-    def __init__(self, engine: DraftEngine, weights: OwnWeights | None = None) -> None:
-        """Without `weights`, they cannot change."""
-        self._engine, self._weights = engine, weights
+    def __init__(
+        self, engine: DraftEngine, weights: OwnWeights | None = None, learning: EngineLearning | None = None
+    ) -> None:
+        """Without `weights`, they cannot change; without `learning`, no learner is served."""
+        self._engine, self._weights, self._learning = engine, weights, learning
         self._num_updates = 0
 
-    def handle(self, message: Control) -> ControlResult:
+    def handle(self, message: Control | SetLearning | TakeTexts) -> ControlResult:
         """Do what a message asks, while no step runs."""
         error: str | None = None
         try:
-            self._update(message)
+            match message:
+                case SetLearning():
+                    self._set_learning(message)
+                case TakeTexts():
+                    self._engine.take_texts(message.samples)
+                case _:
+                    self._update(message)
         except ValueError as refusal:
             error = str(refusal)
         return ControlResult(call_id=message.call_id, error=error, weight_version=self._engine.weight_version or "")
+
+    def _set_learning(self, message: SetLearning) -> None:
+        if self._learning is None:
+            raise ValueError("this drafter does not learn")
+        self._learning.set(message)
 
     def _update(self, message: Control) -> None:
         if not isinstance(message, UpdateDraftWeights):
