@@ -38,6 +38,7 @@ MAX_REFUSALS = 3  # in a row; then training begins anew from what serves
 MAX_TEXT_TOKENS = 500_000  # that a new drafter remembers: as many as a suffix tree has room for
 FRESH_SHARE = 0.25  # of `min_samples`, new for every candidate: the same text again would be learned by heart
 RETRY_S = 1.0  # after a step that found nothing to learn from
+ERROR_RETRY_S = 60.0  # after an error, as of a full disk
 
 
 class Learner:
@@ -151,13 +152,13 @@ class Learner:
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        if self._study is None or self._is_paused or self._trial is not None:
+        if self._study is None or self._is_paused or self._trial is not None or self._clock() < self._not_before_s:
             return False
         if self._num_steps_left is None:
             least = max(1, self._settings.min_samples)
             num_fresh = self._reservoir.num_seen - self._num_seen_before
             return num_fresh >= least * FRESH_SHARE and len(self._reservoir.training()) >= least
-        return self._clock() >= self._not_before_s
+        return True
 
     def step(self) -> None:
         """Do the next piece of work: begin, train one step, write the candidate, or judge it."""
@@ -169,6 +170,11 @@ class Learner:
             self._advance(self._study)
         except ArithmeticError as error:
             self._begin_anew(f"training began anew: {error}")
+        except (ValueError, OSError) as error:
+            if self._candidate is not None:
+                self._refuse(self._candidate, str(error))
+            self._log.last_event = f"an error, and a pause of {ERROR_RETRY_S:.0f} s: {error}"
+            self._not_before_s = self._clock() + ERROR_RETRY_S
         self._log.add_train_s(self._cpu_clock() - before_s)
 
     def _advance(self, study: Study) -> None:

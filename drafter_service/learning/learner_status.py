@@ -16,15 +16,16 @@ class LearnerLog:
     """Counts of what a learner did, kept on its shelf, and its last event in words."""
 
     def __init__(self, shelf: Shelf) -> None:
-        self._counters = shelf.counters
+        self._shelf, self._counters = shelf, shelf.counters
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         self.num_dropped = 0
         self.last_event = ""
 
     def count(self, counter: str) -> None:
-        """Count one more of `COUNTERS`."""
+        """Count one more of `COUNTERS`, also on disk."""
         assert counter in COUNTERS, counter
         self._add(counter, 1)
+        self._shelf.save_counters()
 
     def took_step(self, loss: float) -> None:
         self._add("num_steps", 1)

@@ -128,8 +128,11 @@ class PupilMaker:
             head: DraftHead
             write: Callable[[Any, Path], None]
             if self.method is Method.EAGLE3:
-                write, head = Eagle3Head.save, Eagle3Head.from_folder(
-                    folder, target=target, num_target_layers=self.spec.num_target_layers(), device=self.device
+                write, head = (
+                    Eagle3Head.save,
+                    Eagle3Head.from_folder(
+                        folder, target=target, num_target_layers=self.spec.num_target_layers(), device=self.device
+                    ),
                 )
             else:
                 write, head = EagleHead.save, EagleHead.from_folder(folder, target=target, device=self.device)

@@ -6,6 +6,7 @@ A process without a GPU learns in the system's idle class: it takes what serving
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect
 from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.start_phases import tell_phase
+
+logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 0.2
 LOWEST_PRIORITY = 19
@@ -107,7 +110,10 @@ class LearnerLoop:
             case Visit():
                 self._learner.visit(message)
             case Reward():
-                self._learner.reward(message)
+                try:
+                    self._learner.reward(message)
+                except ValueError as error:
+                    logger.warning("a reward was left out: %s", error)
             case LearnerSettingsChange():
                 self._learner.change_settings(message.settings)
             case Ask():
