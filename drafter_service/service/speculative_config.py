@@ -58,6 +58,8 @@ TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
 MODEL_FREE = (Method.NGRAM, Method.SUFFIX, Method.LOOKAHEAD)
 # heads that continue from their own states
 EAGLE_LIKE = (Method.EAGLE, Method.EAGLE3, Method.MTP)
+# they can be trained on what was served
+LEARNING = (Method.DRAFT_MODEL, Method.MEDUSA, Method.MLP_SPECULATOR, Method.EAGLE, Method.EAGLE3)
 # they read the target's hidden states
 STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, *EAGLE_LIKE, Method.DFLASH)
 
@@ -207,6 +209,20 @@ class SpeculativeConfig:
         if first is Method.PLUGIN:
             return f"the plug-in {self.plugin!r} has its own ways to take weights"
         return f"{first} has no weights: it looks tokens up"
+
+
+def learning_refusal(config: SpeculativeConfig) -> str | None:
+    """Return why a drafter cannot learn while it serves; None: it can. One that looks tokens up remembers texts."""
+    if config.location is not Location.POOL:
+        return f"{config.method} runs in the verifier: only a pool has a learner"
+    if config.vocabulary != "same":
+        return f"vocabulary: a draft model of another vocabulary ({config.vocabulary}) does not learn from token ids"
+    own = config.weighted_methods
+    if not own and any(method in MODEL_FREE for method in config.all_methods):
+        return None
+    if config.update_refusal is not None:
+        return config.update_refusal
+    return None if own[0] in LEARNING else f"{own[0]} is not trained on what was served"
 
 
 def _needs_checkpoint(method: Method) -> bool:

@@ -245,7 +245,9 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
             )
 
 
-def _draft_model(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> DraftModelPupil:
+def _draft_model(
+    options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase
+) -> DraftModelPupil[Teacher]:
     num_positions = options.num_positions
     if options.init_from is not None:
         return DraftModelPupil.load(options.init_from, teacher, tokenizer, num_positions=num_positions)

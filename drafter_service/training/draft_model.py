@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.drafter_service.training.export import export
-from outrider.drafter_service.training.pupil import TargetLaw, num_roots
-from outrider.drafter_service.training.teacher import Lesson, Teacher
+from outrider.drafter_service.training.pupil import num_roots
+from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 
 HEAD_DIM = 64
 MIN_NUM_LAYERS = 2
@@ -50,13 +50,13 @@ class DraftShape:
         )
 
 
-class DraftModelPupil:
+class DraftModelPupil(Generic[SomeTarget]):
     """A whole model as drafter: it reads only the target's tokens."""
 
     vocab_ids: Tensor | None = None
 
     def __init__(
-        self, model: PreTrainedModel, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, num_positions: int = 4
+        self, model: PreTrainedModel, teacher: SomeTarget, tokenizer: PreTrainedTokenizerBase, *, num_positions: int = 4
     ) -> None:
         if model.config.vocab_size < teacher.vocab_size:
             raise ValueError(f"draft model: {model.config.vocab_size} tokens, the target has {teacher.vocab_size}")
@@ -68,22 +68,22 @@ class DraftModelPupil:
     @classmethod
     def create(
         cls, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, shape: DraftShape, num_positions: int, seed: int
-    ) -> DraftModelPupil:
+    ) -> DraftModelPupil[Teacher]:
         """Create a model with random weights."""
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(shape.config_for(teacher))
-        return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+        return DraftModelPupil(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
     @classmethod
     def load(
-        cls, folder: Path, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, num_positions: int
-    ) -> DraftModelPupil:
+        cls, folder: Path, teacher: SomeTarget, tokenizer: PreTrainedTokenizerBase, *, num_positions: int
+    ) -> DraftModelPupil[SomeTarget]:
         """Load an existing model."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+        return DraftModelPupil(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
     def loss(self, lesson: Lesson) -> Tensor:
-        return TargetLaw.of(lesson, None).divergence(self._logits(lesson), 0)
+        return lesson.law(None).divergence(self._logits(lesson), 0)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Return the model's rows, shifted by a token per position: given the text, positions do not differ."""

@@ -14,7 +14,7 @@ from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.unrolled import UnrolledPupil
 
 
-def eagle_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil:
+def eagle_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil[Teacher]:
     """Create a head that first repeats the target: `fc` passes the state through, and the layer adds nothing."""
     torch.manual_seed(seed)
     head = EagleHead(layer_like(teacher)).to(teacher.device)

@@ -41,7 +41,7 @@ class Eagle3Shape:
 
 def eagle3_pupil(
     teacher: Teacher, stream: TokenStream, *, shape: Eagle3Shape, num_positions: int, seed: int
-) -> UnrolledPupil:
+) -> UnrolledPupil[Teacher]:
     """Create a head over the stream's most frequent tokens, with the target's weights where they fit."""
     config = shape.config_for(teacher)
     torch.manual_seed(seed)
@@ -52,7 +52,7 @@ def eagle3_pupil(
     return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
 
 
-def eagle3_pupil_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledPupil:
+def eagle3_pupil_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledPupil[Teacher]:
     """Load an existing head. Raises `ValueError` naming a field that does not fit the target."""
     lender = StateDictSource(dict(teacher.model.state_dict()))
     head = Eagle3Head.from_folder(folder, target=lender, num_target_layers=teacher.num_layers, device=teacher.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
-from outrider.drafter_service.training.teacher import Lesson, Teacher
+from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
@@ -27,10 +28,10 @@ class MedusaShape:
     draft_vocab_size: int = 0  # the most frequent tokens; 0: the target's whole vocabulary
 
 
-class MedusaPupil:
+class MedusaPupil(Generic[SomeTarget]):
     """Heads over the target's last state, each with its own output embedding."""
 
-    def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
+    def __init__(self, heads: MedusaHeads, teacher: SomeTarget) -> None:
         self.module = heads
         self.teacher = teacher.tapping((FINAL_TAP,))
         self.num_positions = heads.num_heads
@@ -39,7 +40,7 @@ class MedusaPupil:
     @classmethod
     def create(
         cls, teacher: Teacher, stream: TokenStream, *, shape: MedusaShape, num_heads: int, seed: int
-    ) -> MedusaPupil:
+    ) -> MedusaPupil[Teacher]:
         """Create heads: output embeddings start as the target's, blocks pass the state through."""
         torch.manual_seed(seed)
         is_reduced = 0 < shape.draft_vocab_size < teacher.vocab_size
@@ -58,7 +59,7 @@ class MedusaPupil:
                     parameter.copy_(rows)
                 else:
                     parameter.zero_()
-        return cls(heads, teacher)
+        return MedusaPupil(heads, teacher)
 
     def loss(self, lesson: Lesson) -> Tensor:
         return position_loss(self, lesson)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.training.head_start import copy_if_it_fits
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
-from outrider.drafter_service.training.teacher import Lesson, Teacher
+from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
@@ -26,18 +27,18 @@ class MlpShape:
     inner_dim: int = 0  # width of the recurrence; 0: the target's
 
 
-class MlpPupil:
+class MlpPupil(Generic[SomeTarget]):
     """A speculator with a step per draft position; all steps share the embeddings."""
 
     vocab_ids: Tensor | None = None
 
-    def __init__(self, speculator: MlpSpeculator, teacher: Teacher) -> None:
+    def __init__(self, speculator: MlpSpeculator, teacher: SomeTarget) -> None:
         self.module = speculator
         self.teacher = teacher.tapping((FINAL_TAP,))
         self.num_positions = speculator.n_predict
 
     @classmethod
-    def create(cls, teacher: Teacher, *, shape: MlpShape, num_steps: int, seed: int) -> MlpPupil:
+    def create(cls, teacher: Teacher, *, shape: MlpShape, num_steps: int, seed: int) -> MlpPupil[Teacher]:
         """Create a speculator with random weights; steps share the embeddings, its largest part."""
         torch.manual_seed(seed)
         speculator = MlpSpeculator(
@@ -51,7 +52,7 @@ class MlpPupil:
         with torch.no_grad():
             speculator.get_parameter("emb.0.weight").normal_(std=(2 / speculator.inner_dim) ** 0.5)
             copy_if_it_fits(speculator.get_parameter("head.0.weight"), teacher.head)
-        return cls(speculator, teacher)
+        return MlpPupil(speculator, teacher)
 
     def loss(self, lesson: Lesson) -> Tensor:
         return position_loss(self, lesson)

@@ -27,7 +27,7 @@ from outrider.drafter_service.training.unrolled import UnrolledPupil
 PREFIX = "mtp_layers.0."
 
 
-def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil:
+def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil[Teacher]:
     """Create a layer: copies of the target's last layer and final norm read the target's normed state."""
     torch.manual_seed(seed)
     head = MtpHead(layer_like(teacher)).to(teacher.device)

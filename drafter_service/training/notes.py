@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafter_service.training.corpus_windows import Windows
-from outrider.drafter_service.training.teacher import Lesson, Teacher, asked_for
+from outrider.drafter_service.training.teacher import TaughtLesson, Teacher, asked_for
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 LIMIT_BYTES = 4 << 30  # some 3,500 windows of 256 tokens, with three taps of a target of width 576
@@ -32,14 +32,14 @@ class Notes:
         self._noted: dict[int, tuple[Tensor, Tensor]] = {}  # by start: [window, width], [window]
         self._num_left = _spare_bytes(teacher.device) if limit_bytes is None else limit_bytes
 
-    def lesson(self, windows: Windows) -> Lesson:
+    def lesson(self, windows: Windows) -> TaughtLesson:
         """Return the teacher's lesson of some windows."""
         if windows.starts is None or not self._is_of_use(windows):
             return self._teacher.lesson(windows.token_ids, windows.counted)
         noted = self._rows(windows.starts.tolist(), windows.token_ids)
         states = torch.stack([states for states, _ in noted]).float()
         width = states.shape[-1] - self._teacher.hidden_size
-        return Lesson(
+        return TaughtLesson(
             token_ids=windows.token_ids.to(self._teacher.device),
             final=states[..., width:],
             table=self._teacher.head,

@@ -21,7 +21,7 @@ from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, parse_ma
 from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.export import export
 from outrider.drafter_service.training.pupil import num_roots, span_loss
-from outrider.drafter_service.training.teacher import Lesson
+from outrider.drafter_service.training.teacher import Lesson, Teacher
 
 MASK_KEY = "pard_token"  # as in the authors' checkpoints
 ROW_MULTIPLE = 64  # embedding rows that the mask token adds: tables of odd sizes are slow, and cannot be sharded
@@ -32,7 +32,7 @@ class ParallelPupil:
 
     vocab_ids: Tensor | None = None
 
-    def __init__(self, draft: DraftModelPupil) -> None:
+    def __init__(self, draft: DraftModelPupil[Teacher]) -> None:
         """Adapt a draft model; it gets a mask token unless its config has one."""
         model: Any = draft.module
         model.set_attn_implementation("sdpa")  # it supports arbitrary attention masks

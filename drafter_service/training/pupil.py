@@ -10,13 +10,13 @@ one. Every served drafter starts like this, so that the pupil's rows are the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from outrider.drafter_service.training.laws import TargetLaw
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
 POSITION_DECAY = 0.8  # weight of a draft position's loss, relative to the position before
@@ -25,16 +25,12 @@ MAX_SPAN = 64  # roots of a window that learn in one step, if each has its own m
 FIRST_DRAFTED_ROW = 1  # of root 0: the first drafted token, 2, is predicted by the target's row after token 1
 
 
-class Pupil(Protocol):
-    """A drafter in training."""
+class Student(Protocol):
+    """A drafter that learns from lessons, wherever they come from."""
 
     @property
     def module(self) -> nn.Module:
         """All trained parts, and perhaps frozen ones."""
-
-    @property
-    def teacher(self) -> Teacher:
-        """The target, with the pupil's taps."""
 
     @property
     def num_positions(self) -> int:
@@ -54,40 +50,17 @@ class Pupil(Protocol):
         """Write its public format."""
 
 
+class Pupil(Student, Protocol):
+    """A drafter with a live target that teaches it."""
+
+    @property
+    def teacher(self) -> Teacher:
+        """The target, with the pupil's taps."""
+
+
 def num_roots(lesson: Lesson, num_positions: int) -> int:
     """Return how many roots of a window have target rows for all draft positions."""
     return lesson.token_ids.shape[1] - num_positions
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLaw:
-    """The target's law after each token of a lesson, over a drafter's vocabulary, for losses."""
-
-    probs: Tensor  # float32 [rows, window, draft_vocab_size]
-    entropy: Tensor  # float32 [rows, window]
-    counted: Tensor  # bool [rows, window]; False: never drafted, or the likeliest token is not in the vocabulary
-
-    @classmethod
-    def of(cls, lesson: Lesson, vocab_ids: Tensor | None, *, start: int = 0) -> TargetLaw:
-        """Renormalise the target's rows from `start` on over a reduced vocabulary."""
-        probs = lesson.logits(vocab_ids, start=start).softmax(-1)
-        counted = lesson.counted[:, start:]
-        if vocab_ids is not None:
-            counted = counted & torch.isin(lesson.likeliest[:, start:], vocab_ids)
-        return cls(probs, torch.special.entr(probs).sum(-1), counted)
-
-    def divergence(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Tensor:
-        """Return the mean of KL(target || draft) over rows: cross-entropy to the target's law minus its entropy.
-
-        draft_logits [rows, num_rows, draft_vocab_size] are compared with the target's rows from `start` on, or `start`
-        after `roots`, int64 [num_rows]. Left out are rows whose likeliest token cannot be drafted (Li et al., 2025),
-        and rows of a prompt.
-        """
-        rows = slice(start, start + draft_logits.shape[1]) if roots is None else roots + start
-        draft_logprobs = draft_logits.float().log_softmax(-1)
-        divergence = -(self.probs[:, rows] * draft_logprobs).sum(-1) - self.entropy[:, rows]
-        counted = self.counted[:, rows]
-        return (divergence * counted).sum() / counted.sum().clamp_min(1)
 
 
 def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: Tensor | None = None) -> Tensor:
@@ -103,10 +76,10 @@ def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: 
     return torch.stack(losses).sum() / sum(weights)
 
 
-def position_loss(pupil: Pupil, lesson: Lesson) -> Tensor:
-    """Return the loss of a pupil with independent draft positions."""
-    law = TargetLaw.of(lesson, pupil.vocab_ids)
-    return decayed_loss(pupil.position_logits(lesson), law, decay=POSITION_DECAY)
+def position_loss(student: Student, lesson: Lesson) -> Tensor:
+    """Return the loss of a drafter with independent draft positions."""
+    law = lesson.law(student.vocab_ids)
+    return decayed_loss(student.position_logits(lesson), law, decay=POSITION_DECAY)
 
 
 def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, num_positions: int) -> Tensor:
@@ -117,5 +90,5 @@ def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, nu
     count = num_roots(lesson, num_positions)
     length = min(count, MAX_SPAN)
     first = int(torch.randint(count - length + 1, ()))
-    law = TargetLaw.of(lesson, None, start=first)
+    law = lesson.law(None, start=first)
     return decayed_loss(guess(lesson, range(first, first + length)), law, decay=POSITION_DECAY)

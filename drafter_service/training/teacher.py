@@ -6,20 +6,52 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.drafter_service.training.laws import DenseLaw, TargetLaw
 from outrider.drafter_service.training.precision import is_fast_in_half_precision
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
+class Target(Protocol):
+    """What a pupil knows of its target beside lessons."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def tapping(self, taps: tuple[int, ...]) -> Self:
+        """Return the same target with other taps, as in `DraftNeeds`."""
+
+
+SomeTarget = TypeVar("SomeTarget", bound=Target)
+
+
+class Lesson(Protocol):
+    """Windows of text with what the target says of them."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [rows, window]"""
+
+    @property
+    def states(self) -> Tensor:
+        """float32 [rows, window, width]; the taps' hidden states, concatenated; width 0 without taps."""
+
+    def law(self, vocab_ids: Tensor | None, *, start: int = 0) -> TargetLaw:
+        """Return the law after each token from `start` on, over a drafter's vocabulary."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
-    """Windows of text with the target's outputs."""
+class TaughtLesson:
+    """Windows of text with a live target's outputs."""
 
     token_ids: Tensor  # int64 [rows, window]
     final: Tensor  # float32 [rows, window, hidden_size], input of the output embedding; without `table`: the logits
@@ -37,6 +69,13 @@ class Lesson:
         if self.table is None:
             return final if vocab_ids is None else final[..., vocab_ids]
         return F.linear(final, self.table if vocab_ids is None else self.table[vocab_ids]).float()
+
+    def law(self, vocab_ids: Tensor | None, *, start: int = 0) -> DenseLaw:
+        """Renormalise the target's rows from `start` on over a reduced vocabulary."""
+        counted = self.counted[:, start:]
+        if vocab_ids is not None:
+            counted = counted & torch.isin(self.likeliest[:, start:], vocab_ids)
+        return DenseLaw.of(self.logits(vocab_ids, start=start).softmax(-1), counted)
 
 
 class Teacher:
@@ -92,7 +131,7 @@ class Teacher:
         return any(re.search(pattern, name) for pattern in patterns for name, _ in self.model.named_parameters())
 
     @torch.no_grad()
-    def lesson(self, token_ids: Tensor, counted: Tensor | None = None) -> Lesson:
+    def lesson(self, token_ids: Tensor, counted: Tensor | None = None) -> TaughtLesson:
         """Run the target over windows of text: int64 [rows, window].
 
         `counted`, bool [rows, window], are the tokens that may be drafted, by default all; the token after a window
@@ -104,7 +143,7 @@ class Teacher:
         hidden = output.hidden_states  # the input of each layer, then of the output embedding
         tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self.taps]
         states = torch.cat(tapped, dim=-1) if tapped else output.logits.new_zeros((*token_ids.shape, 0))
-        return Lesson(
+        return TaughtLesson(
             token_ids=token_ids,
             final=output.logits.float(),
             likeliest=output.logits.argmax(-1),

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -27,20 +27,19 @@ from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.training.pupil import (
     POSITION_DECAY,
     SAVED_DTYPE,
-    TargetLaw,
     decayed_loss,
     num_roots,
 )
-from outrider.drafter_service.training.teacher import Lesson, Teacher
+from outrider.drafter_service.training.teacher import Lesson, SomeTarget
 
 DEEP_SHARE = 0.25  # of a window's roots, drawn at random, learn after the first step: those steps take most of the time
 
 
-class UnrolledPupil:
+class UnrolledPupil(Generic[SomeTarget]):
     """A head, unrolled for `num_positions` steps in training."""
 
     def __init__(
-        self, head: DraftHead, teacher: Teacher, *, num_positions: int, write: Callable[[Any, Path], None]
+        self, head: DraftHead, teacher: SomeTarget, *, num_positions: int, write: Callable[[Any, Path], None]
     ) -> None:
         """`write` writes the head to a folder, in its public format."""
         self.module = head
@@ -54,7 +53,7 @@ class UnrolledPupil:
         count = num_roots(lesson, self.num_positions)
         drawn = torch.randperm(count)[: max(1, int(count * DEEP_SHARE))].sort().values
         deep = drawn.to(lesson.token_ids.device)
-        law = TargetLaw.of(lesson, self.vocab_ids)
+        law = lesson.law(self.vocab_ids)
         return decayed_loss(self._unroll(lesson, deep), law, decay=POSITION_DECAY, deep=deep)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:

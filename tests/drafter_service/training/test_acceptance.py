@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.drafter_service.training.acceptance import measure_acceptance
 from outrider.drafter_service.training.corpus_windows import Windows
-from outrider.drafter_service.training.teacher import Lesson
+from outrider.drafter_service.training.teacher import TaughtLesson
 
 # after token i the target says: token i + 1 of 4 surely, but for the last row, which is even between 0 and 1
 TARGET = torch.tensor([[0.0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
@@ -19,9 +19,9 @@ TARGET = torch.tensor([[0.0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0],
 class FixedTeacher:
     """Answers every window with `TARGET`."""
 
-    def lesson(self, token_ids: Tensor, counted: Tensor) -> Lesson:
+    def lesson(self, token_ids: Tensor, counted: Tensor) -> TaughtLesson:
         rows = len(token_ids)
-        return Lesson(
+        return TaughtLesson(
             token_ids=token_ids,
             final=TARGET.log().expand(rows, -1, -1),
             likeliest=TARGET.argmax(-1).expand(rows, -1),

@@ -20,8 +20,8 @@ from outrider.drafter_service.training.eagle import eagle_pupil
 from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, TargetLaw, decayed_loss, position_loss
-from outrider.drafter_service.training.teacher import FINAL_TAP, Lesson, Teacher, check_taps, default_taps
+from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, decayed_loss, position_loss
+from outrider.drafter_service.training.teacher import FINAL_TAP, TaughtLesson, Teacher, check_taps, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledAttention
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.model.config import ModelConfig
@@ -244,7 +244,7 @@ def test_a_run_of_roots_learns_what_all_roots_are_judged_by(method):
     torch.manual_seed(1)
     first = int(torch.randint(num_too_many + 1, ()))
     assert first > 0
-    law = TargetLaw.of(lesson, None, start=first)
+    law = lesson.law(None, start=first)
     rows = [part[:, first : first + MAX_SPAN] for part in pupil.position_logits(lesson)]
     expected = decayed_loss(rows, law, decay=0.8)
     torch.manual_seed(1)
@@ -304,7 +304,7 @@ def test_a_medusa_head_begins_as_the_targets_own_output():
 def rows_of(logits, counted=True):
     """Return a lesson of which the target's rows are these."""
     shape = logits.shape[:2]
-    return Lesson(
+    return TaughtLesson(
         token_ids=torch.zeros(shape, dtype=torch.long),
         final=logits,
         likeliest=logits.argmax(-1),
@@ -315,7 +315,7 @@ def rows_of(logits, counted=True):
 
 def test_divergence_by_hand_and_zero_for_the_targets_own_rows():
     target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.0, 0.75]]]).log()
-    law = TargetLaw.of(rows_of(target), None)
+    law = rows_of(target).law(None)
     assert law.divergence(target.clamp_min(-50), 0).item() == pytest.approx(0.0, abs=1e-5)
     draft = torch.tensor([[[0.25, 0.0, 0.75]]]).log().clamp_min(-50)
     expected = 0.25 * torch.tensor(0.25 / 0.25).log() + 0.75 * torch.tensor(0.75 / 0.75).log()
@@ -327,7 +327,7 @@ def test_divergence_by_hand_and_zero_for_the_targets_own_rows():
 
 def test_each_position_is_held_against_its_own_row_and_weighs_less_than_the_one_before():
     logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
-    law = TargetLaw.of(rows_of(logits), None)
+    law = rows_of(logits).law(None)
     right = [logits[:, 1:4], logits[:, 2:5], logits[:, 3:6]]
     assert decayed_loss(right, law, decay=0.8).item() == pytest.approx(0.0, abs=1e-6)
     wrong = torch.zeros(1, 3, 4)
@@ -341,7 +341,7 @@ def test_each_position_is_held_against_its_own_row_and_weighs_less_than_the_one_
 
 def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
     target = torch.tensor([[[0.2, 0.2, 0.6], [0.3, 0.6, 0.1]]]).log()
-    law = TargetLaw.of(rows_of(target), torch.tensor([0, 1]))
+    law = rows_of(target).law(torch.tensor([0, 1]))
     assert law.counted.tolist() == [[False, True]]
     draft = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])  # wrong in the row that does not count
     expected = (1 / 3) * torch.tensor(2 / 3).log() + (2 / 3) * torch.tensor(4 / 3).log()
@@ -350,9 +350,9 @@ def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
 
 def test_what_a_user_says_teaches_nothing():
     target = torch.tensor([[[0.4, 0.6], [0.3, 0.7]]]).log()
-    law = TargetLaw.of(rows_of(target, [[False, True]]), None)
+    law = rows_of(target, [[False, True]]).law(None)
     draft = torch.tensor([[[9.0, 0.0], [0.3, 0.7]]])
-    expected = TargetLaw.of(rows_of(target[:, 1:]), None).divergence(draft[:, 1:], 0)
+    expected = rows_of(target[:, 1:]).law(None).divergence(draft[:, 1:], 0)
     assert law.divergence(draft, 0).item() == pytest.approx(expected.item(), abs=1e-6)
     assert expected.item() > 0
     # a window's row counts where the token after it does
@@ -407,7 +407,7 @@ def test_deeper_steps_of_some_roots_are_those_of_all():
 
 def test_the_loss_of_some_roots_is_held_against_their_own_rows():
     logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
-    law = TargetLaw.of(rows_of(logits), None)
+    law = rows_of(logits).law(None)
     deep = torch.tensor([0, 2])
     right = [logits[:, 1:4], logits[:, 2 + deep], logits[:, 3 + deep]]
     assert decayed_loss(right, law, decay=0.8, deep=deep).item() == pytest.approx(0.0, abs=1e-6)

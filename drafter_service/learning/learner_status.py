@@ -1,0 +1,86 @@
+"""A learner's counters, which outlive its process, and what they say to an operator."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from outrider.drafter_service.learning.messages import LearnerStatus, Phase, VersionRecord
+from outrider.drafter_service.learning.shelf import Shelf
+from outrider.drafter_service.learning.version_tally import VersionTally
+
+NUM_LOSSES = 16  # steps over which the shown loss is the mean
+COUNTERS = ("num_candidates", "num_published", "num_refused", "num_rolled_back")
+
+
+class LearnerLog:
+    """Counts of what a learner did, kept on its shelf, and its last event in words."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf, self._counters = shelf, shelf.counters
+        self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
+        self.num_dropped = 0
+        self.last_event = ""
+
+    def count(self, counter: str) -> None:
+        """Count one more of `COUNTERS`, also on disk."""
+        assert counter in COUNTERS, counter
+        self._add(counter, 1)
+        self._shelf.save_counters()
+
+    def took_step(self, loss: float) -> None:
+        self._add("num_steps", 1)
+        self._losses.append(loss)
+
+    def add_train_s(self, cpu_s: float) -> None:
+        self._add("train_s", cpu_s)
+
+    def status(
+        self,
+        *,
+        pool: str,
+        phase: Phase,
+        serving: str,
+        num_samples: int,
+        num_bytes: int,
+        num_seen: int,
+        versions: tuple[VersionRecord, ...],
+    ) -> LearnerStatus:
+        """Put the status together."""
+        losses = list(self._losses)  # a step on another thread may add one
+        return LearnerStatus(
+            pool=pool,
+            phase=phase,
+            serving=serving,
+            num_samples=num_samples,
+            num_bytes=num_bytes,
+            num_seen=num_seen,
+            num_dropped=self.num_dropped,
+            num_steps=int(self._counters.get("num_steps", 0)),
+            loss=sum(losses) / len(losses) if losses else None,
+            train_s=float(self._counters.get("train_s", 0.0)),
+            last_event=self.last_event,
+            versions=versions,
+            **{name: int(self._counters.get(name, 0)) for name in COUNTERS},
+        )
+
+    def _add(self, counter: str, amount: float) -> None:
+        self._counters[counter] = self._counters.get(counter, 0) + amount
+
+
+def records(shelf: Shelf, tally: VersionTally) -> tuple[VersionRecord, ...]:
+    """Return what became of each version, the newest last."""
+    serving = shelf.serving.name
+    found: list[VersionRecord] = []
+    for name, fate in shelf.fates.items():
+        counts = tally.of(name)
+        found.append(
+            VersionRecord(
+                name=name,
+                is_serving=name == serving,
+                fate=fate,
+                num_rounds=counts.num_rounds,
+                num_draft_tokens=counts.num_draft_tokens,
+                num_named_tokens=counts.num_named_tokens,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,170 @@
+"""The pupil of a pool, warm from a folder that serves, without its target: of that, only the tensors that heads borrow.
+
+A pupil is in float32. It is written in the format that it was read in, so that a drafter takes it as new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+
+from outrider.drafter_service.heads.eagle import EagleHead
+from outrider.drafter_service.heads.eagle3 import Eagle3Head
+from outrider.drafter_service.heads.head_layer import DraftHead
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+from outrider.drafter_service.learning.served_lessons import Reading
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.speculative_config import Method
+from outrider.drafter_service.training.draft_model import DraftModelPupil
+from outrider.drafter_service.training.medusa import MedusaPupil
+from outrider.drafter_service.training.mlp_speculator import MlpPupil
+from outrider.drafter_service.training.pupil import Student
+from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
+from outrider.verifier_service.model.weights import Checkpoint, WeightError, require_alike
+
+MAX_POSITIONS = 4  # draft positions per root in training, where the drafter's shape does not say
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentTarget:
+    """What a pupil knows of a target that is not loaded."""
+
+    device: torch.device
+    vocab_size: int
+
+    def tapping(self, taps: tuple[int, ...]) -> AbsentTarget:
+        """Return itself: states come with the samples."""
+        return self
+
+
+@dataclass(slots=True)
+class PupilMaker:
+    """Loads the pupils of one pool."""
+
+    spec: DrafterSpec
+    device: torch.device
+    method: Method = field(init=False)
+
+    def __post_init__(self) -> None:
+        (self.method,) = self.spec.speculative.weighted_methods
+
+    def first_folder(self) -> Path:
+        """Return the folder that the pool started from."""
+        assert self.spec.model is not None, "the drafter has no checkpoint"
+        return resolve_folder(self.spec.model)
+
+    def load(self, folder: Path) -> tuple[Student, Reading]:
+        """Load a pupil to train. Raises `ValueError` naming a tensor or setting that does not fit the target."""
+        makers: dict[Method, Callable[[Path], tuple[Student, Reading]]] = {
+            Method.DRAFT_MODEL: self._draft_model,
+            Method.MEDUSA: self._medusa,
+            Method.MLP_SPECULATOR: self._mlp_speculator,
+            Method.EAGLE: self._eagle,
+            Method.EAGLE3: self._eagle,
+        }
+        return makers[self.method](folder)
+
+    def require_alike(self, served: Student, folder: Path) -> None:
+        """Raise `ValueError` unless drafters that serve the one can take the other's weights."""
+        if not folder.is_dir():
+            raise WeightError(f"there is no folder {folder}")
+        try:
+            loaded, _ = self.load(folder)
+        except WeightError:
+            raise
+        except Exception as error:  # whatever is wrong with the folder
+            raise WeightError(f"{folder}: {error}") from error
+        if self.method is Method.DRAFT_MODEL:
+            ours, theirs = (_shapes(student.module) for student in (served, loaded))
+            name = next((name for name in sorted(ours.keys() | theirs) if ours.get(name) != theirs.get(name)), None)
+            if name is not None:
+                raise WeightError(f"{folder}: {name!r} is {theirs.get(name)}, the served model's is {ours.get(name)}")
+        else:
+            require_alike(served.module, loaded.module)
+
+    @property
+    def _target(self) -> AbsentTarget:
+        return AbsentTarget(self.device, self._description().vocab_size)
+
+    def _description(self) -> Any:
+        return read_description(resolve_description(self.spec.target), self.spec.target)
+
+    @property
+    def _num_positions(self) -> int:
+        return min(MAX_POSITIONS, max(1, self.spec.speculative.num_speculative_tokens))
+
+    def _draft_model(self, folder: Path) -> tuple[Student, Reading]:
+        vocab_size = min(self._target.vocab_size, AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+        target = AbsentTarget(self.device, vocab_size)
+        tokenizer: Any = _Tokenizer(self.first_folder())
+        pupil = DraftModelPupil.load(folder, target, tokenizer, num_positions=self._num_positions)
+        return pupil, Reading(vocab_size=vocab_size)
+
+    def _medusa(self, folder: Path) -> tuple[Student, Reading]:
+        with Checkpoint(resolve_folder(self.spec.target)) as target:
+            names = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target]
+            lent = target.read(names[0]) if names else None
+        heads = MedusaHeads.from_folder(folder, target_lm_head=lent).to(self.device)
+        _train(heads, frozen=("lm_heads.0.weight",) if heads.shares_lm_head else ())
+        reading = Reading(state_width=heads.hidden_size, vocab_size=heads.vocab_size)
+        return MedusaPupil(heads, self._target), self._fitting(reading, folder, 1)
+
+    def _mlp_speculator(self, folder: Path) -> tuple[Student, Reading]:
+        speculator = MlpSpeculator.from_folder(folder).to(self.device)
+        _train(speculator)
+        reading = Reading(state_width=speculator.emb_dim, vocab_size=speculator.vocab_size)
+        return MlpPupil(speculator, self._target), self._fitting(reading, folder, 1)
+
+    def _eagle(self, folder: Path) -> tuple[Student, Reading]:
+        with Checkpoint(resolve_folder(self.spec.target)) as target:
+            head: DraftHead
+            write: Callable[[Any, Path], None]
+            if self.method is Method.EAGLE3:
+                write, head = (
+                    Eagle3Head.save,
+                    Eagle3Head.from_folder(
+                        folder, target=target, num_target_layers=self.spec.num_target_layers(), device=self.device
+                    ),
+                )
+            else:
+                write, head = EagleHead.save, EagleHead.from_folder(folder, target=target, device=self.device)
+        _train(head, frozen={"embed_tokens.weight", *head.borrowed})
+        reading = Reading(state_width=head.state_size, attends=True, vocab_size=head.vocab_size)
+        pupil = UnrolledPupil(head, self._target, num_positions=self._num_positions, write=write)
+        return pupil, self._fitting(reading, folder, len(head.taps))
+
+    def _fitting(self, reading: Reading, folder: Path, num_taps: int) -> Reading:
+        width = num_taps * self._description().hidden_size
+        if reading.state_width != width:
+            raise WeightError(f"{folder}: it reads states of width {reading.state_width}, the target's have {width}")
+        return reading
+
+
+class _Tokenizer:
+    """The tokenizer of the pool's own checkpoint, as `export` writes it beside a model; nothing if there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save_pretrained(self, folder: Path, **options: Any) -> None:
+        if (self._folder / "tokenizer_config.json").exists() or (self._folder / "tokenizer.json").exists():
+            AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder, **options)
+
+
+def _train(module: nn.Module, frozen: Any = ()) -> None:
+    """Make a loaded head's parameters trainable, all but some by name."""
+    module.train()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _shapes(module: nn.Module) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in module.state_dict().items()}

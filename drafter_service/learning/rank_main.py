@@ -1,0 +1,135 @@
+"""Run a learner in its own process: drafters' visits in, orders out, over one pipe; training in between.
+
+A process without a GPU learns in the system's idle class: it takes what serving leaves of the cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from outrider.drafter_service.learning.learner import Learner
+from outrider.drafter_service.learning.learner_spec import LearnerSpec
+from outrider.drafter_service.learning.messages import (
+    TO_LEARNER,
+    Answer,
+    Ask,
+    LearnerReady,
+    LearnerSettingsChange,
+    LearnerUpdate,
+    Orders,
+    Reward,
+    Visit,
+)
+from outrider.drafter_service.learning.pupils import PupilMaker
+from outrider.drafter_service.learning.reservoir import Reservoir
+from outrider.drafter_service.learning.shelf import Shelf
+from outrider.drafter_service.learning.study import PupilStudy
+from outrider.drafter_service.service.speculative_config import MODEL_FREE
+from outrider.verifier_service.engine.control import change_beside
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.ranks import RankSpec, arrived, connect
+from outrider.verifier_service.model.settled import resolve_device
+from outrider.verifier_service.start_phases import tell_phase
+
+logger = logging.getLogger(__name__)
+
+UPDATE_INTERVAL_S = 0.2
+LOWEST_PRIORITY = 19
+
+
+def run_learner_rank(spec: LearnerSpec, rank: RankSpec) -> None:
+    """Run a pool's learner until its shell is gone."""
+    device = resolve_device(spec.device)
+    if device.type == "cpu":
+        yield_to_others()
+    torch.set_num_threads(spec.num_threads)
+    shell = connect(rank.shell_address)
+    learner = build_learner(spec, device)
+    shell.send_bytes(encode(LearnerReady(serving=learner.orders.serving)))
+    tell_phase("ready")
+    LearnerLoop(learner, shell, clock=time.monotonic).run()
+
+
+def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
+    """Build a learner, which has read what serves. Raises `ValueError` for a folder that is no shelf."""
+    speculative = spec.drafter.speculative
+    study: PupilStudy | None = None
+    if speculative.weighted_methods:
+        study = PupilStudy(PupilMaker(spec.drafter, device), device=device, seed=spec.seed)
+    return Learner(
+        pool=spec.pool,
+        shelf=Shelf(Path(spec.folder)),
+        reservoir=Reservoir(spec.max_bytes),
+        study=study,
+        settings=spec.settings,
+        brings_texts=any(method in MODEL_FREE for method in speculative.all_methods),
+        clock=time.monotonic,
+        cpu_clock=time.process_time,
+    )
+
+
+def yield_to_others() -> None:
+    """Put this process, and threads that it starts later, in the system's idle class, else at the lowest priority."""
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(PermissionError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return
+    os.nice(LOWEST_PRIORITY)
+
+
+class LearnerLoop:
+    """Pass messages between the pipe and the learner, piece of work by piece."""
+
+    def __init__(self, learner: Learner, pipe: Connection, *, clock: Callable[[], float]) -> None:
+        self._learner, self._pipe, self._clock = learner, pipe, clock
+        self._answers: list[Answer] = []
+        self._told: Orders | None = None
+        self._next_update_s = 0.0
+
+    def run(self) -> None:
+        """Work until the shell closes the pipe."""
+        with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
+            while True:
+                patience_s = 0.0 if self._learner.has_work() else UPDATE_INTERVAL_S
+                for frame in arrived(self._pipe, patience_s):
+                    self._take(decode(frame, TO_LEARNER))
+                self._tell(self._learner.orders)
+                if self._learner.has_work():
+                    self._beside(lambda _: self._learner.step(), None)
+
+    def _take(self, message: Visit | Reward | Ask | LearnerSettingsChange) -> None:
+        match message:
+            case Visit():
+                self._learner.visit(message)
+            case Reward():
+                try:
+                    self._learner.reward(message)
+                except ValueError as error:
+                    logger.warning("a reward was left out: %s", error)
+            case LearnerSettingsChange():
+                self._learner.change_settings(message.settings)
+            case Ask():
+                self._beside(lambda ask: self._answers.append(self._learner.handle(ask)), message)
+
+    def _beside(self, work: Callable[..., None], message: object) -> None:
+        """Do what may take long on a thread; what drafters shall do stays as it is meanwhile."""
+        orders = self._learner.orders
+        change_beside(work, message, lambda: self._tell(orders), UPDATE_INTERVAL_S)
+
+    def _tell(self, orders: Orders) -> None:
+        """Say what has changed at once, and the rest from time to time."""
+        texts, now_s = self._learner.take_texts(), self._clock()
+        if not (self._answers or texts or orders != self._told or now_s >= self._next_update_s):
+            return
+        answers, self._answers = tuple(self._answers), []
+        update = LearnerUpdate(orders=orders, status=self._learner.status, answers=answers, texts=texts)
+        self._pipe.send_bytes(encode(update))
+        self._told, self._next_update_s = orders, now_s + UPDATE_INTERVAL_S
