@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.common import api_keys
-from outrider.cluster.common.api_keys import ApiKeys, hash_api_key, with_api_key_hashes
+from outrider.cluster.common.api_keys import ApiKeys, KeyPolicy, hash_api_key, with_api_key_hashes
 from outrider.cluster.config.service_config import ServiceConfig
 
 KEYS = ApiKeys([hash_api_key("first"), hash_api_key("second")])
@@ -92,7 +92,7 @@ def test_the_configuration_takes_nothing_but_hashes():
     ],
 )
 def test_a_key_is_shown_as_bearer_token_or_x_api_key(headers: list[tuple[str, str]], is_admitted: bool):
-    assert KEYS.admit(headers) is is_admitted
+    assert KEYS.admit(headers) is (KeyPolicy.DEFAULT if is_admitted else None)
 
 
 def test_every_hash_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch):

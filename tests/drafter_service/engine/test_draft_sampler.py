@@ -13,12 +13,12 @@ from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
     launch_children,
-    quantised_rows,
     read_children,
 )
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.drafted import draft_tokens
 from tiny.played_graphs import HostReads
 from tiny.verified import target_probs
