@@ -9,6 +9,9 @@ x-outrider-priority                  lower is served earlier
 x-outrider-target-inter-token-ms     slower than this, its drafts count more; far faster, less
 x-outrider-session-id                shared by requests with a common prefix
 x-outrider-cache-salt                only requests with the same salt share prefixes
+x-outrider-history-key               in rollouts, whose responses it drafts from and joins
+x-outrider-store                     true | false; false: no drafter keeps anything of it
+x-outrider-logprobs-mode             raw_logprobs | processed_logprobs
 """
 
 from __future__ import annotations

@@ -1,17 +1,33 @@
-"""API keys: hashed when they are configured, compared in constant time."""
+"""API keys: hashed when they are configured, compared in constant time; what may be kept of what is sent with one."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 ENVIRONMENT_VARIABLE = "OUTRIDER_API_KEY"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _HASH_PREFIX = "sha256:"
+_STORE_PREFIX = "store="
+
+
+class KeyPolicy(Enum):
+    """What may be kept of requests that show a key; the strictest stands first."""
+
+    NEVER = "never"  # nothing
+    DEFAULT = ""  # what requests allow; nothing of salted ones is learned from
+    SALTED = "salted"  # what requests allow, and within their salt's partition salted ones are learned from
+
+
+_POLICIES = tuple(KeyPolicy)
+# of the key that the present HTTP request or gRPC call has shown; set in front of the doors
+shown_policy: ContextVar[KeyPolicy] = ContextVar("shown_policy", default=KeyPolicy.DEFAULT)
 
 
 def hash_api_key(key: str) -> str:
@@ -20,9 +36,16 @@ def hash_api_key(key: str) -> str:
 
 
 def require_hashes(hashes: Iterable[str]) -> None:
-    """Raise `ValueError` unless each is a SHA-256 in hex; the text does not quote what may be a key."""
-    if not all(_HASH.fullmatch(item) for item in hashes):
-        raise ValueError("api_key_hashes must be SHA-256 sums of 64 hex digits")
+    """Raise `ValueError` unless each is a SHA-256 in hex, with or without a policy after a colon.
+
+    The text does not quote what may be a key.
+    """
+    for entry in hashes:
+        digest, colon, word = entry.partition(":")
+        if not _HASH.fullmatch(digest):
+            raise ValueError("api_key_hashes must be SHA-256 sums of 64 hex digits")
+        if colon:
+            _policy_of(word, "api_key_hashes")
 
 
 def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -35,9 +58,9 @@ def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) 
     hashes = [digest for entry in _texts(rest, "api_key_hashes") for digest in entry.split(",")]
     hashes += [_hash_of(key, "api_key") for key in _texts(rest, "api_key")]
     if (path := rest.pop("api_key_file", None)) is not None:
-        hashes += _hashes_in(_lines(path), "api_key_file")
+        hashes += _hashes_in(_lines(path), "api_key_file", _hash_of_line)
     if ENVIRONMENT_VARIABLE in environ:
-        hashes += _hashes_in(environ[ENVIRONMENT_VARIABLE].split(","), ENVIRONMENT_VARIABLE)
+        hashes += _hashes_in(environ[ENVIRONMENT_VARIABLE].split(","), ENVIRONMENT_VARIABLE, _hash_of)
     return {**rest, "api_key_hashes": tuple(dict.fromkeys(hashes))}
 
 
@@ -58,12 +81,27 @@ def _lines(path: str) -> list[str]:
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 
-def _hashes_in(entries: Iterable[str], source: str) -> list[str]:
+def _hashes_in(entries: Iterable[str], source: str, hash_of: Callable[[str, str], str]) -> list[str]:
     keys = [entry.strip() for entry in entries]
-    hashes = [_hash_of(key, source) for key in keys if key]
+    hashes = [hash_of(key, source) for key in keys if key]
     if not hashes:
         raise ValueError(f"{source} holds no key")
     return hashes
+
+
+def _hash_of_line(line: str, source: str) -> str:
+    """Return the hash of a file's line, with the policy that may follow the key."""
+    key, *rest = line.split()
+    if len(rest) != 1 or not rest[0].startswith(_STORE_PREFIX):
+        return _hash_of(line, source)
+    policy = _policy_of(rest[0].removeprefix(_STORE_PREFIX), source)
+    return f"{_hash_of(key, source)}:{policy.value}"
+
+
+def _policy_of(word: str, source: str) -> KeyPolicy:
+    if word not in (KeyPolicy.NEVER.value, KeyPolicy.SALTED.value):
+        raise ValueError(f"{source}: a key's store must be never or salted, not {word!r}")
+    return KeyPolicy(word)
 
 
 def _hash_of(entry: str, source: str) -> str:
@@ -78,22 +116,24 @@ def _hash_of(entry: str, source: str) -> str:
 
 
 class ApiKeys:
-    """The service's keys, as hashes; without keys, the service is open."""
+    """The service's keys, as hashes with policies; without keys, the service is open."""
 
     def __init__(self, hashes: Sequence[str]) -> None:
-        self._hashes = tuple(hashes)
+        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy."""
+        entries = [entry.partition(":") for entry in hashes]
+        self._hashes = [(digest, KeyPolicy(word)) for digest, _, word in entries]
 
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
-    def admit(self, headers: Iterable[tuple[str, str]]) -> bool:
-        """Return whether the headers have a known key; a wrong key takes as long as a right one."""
-        is_known = False
-        for key in _shown_keys(headers):
-            digest = hash_api_key(key)
-            for known in self._hashes:
-                is_known |= hmac.compare_digest(digest, known)
-        return is_known
+    def admit(self, headers: Iterable[tuple[str, str]]) -> KeyPolicy | None:
+        """Return the strictest policy of the known keys in the headers; None: there is no known key.
+
+        A wrong key takes as long as a right one: each is compared with all.
+        """
+        digests = [hash_api_key(key) for key in _shown_keys(headers)]
+        found = [(hmac.compare_digest(digest, known), policy) for digest in digests for known, policy in self._hashes]
+        return min((policy for fits, policy in found if fits), key=_POLICIES.index, default=None)
 
 
 def _shown_keys(headers: Iterable[tuple[str, str]]) -> Iterator[str]:

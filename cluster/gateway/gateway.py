@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from outrider.cluster.common.api_keys import shown_policy
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
 from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, RequestParser, ValidRequest
@@ -68,8 +69,11 @@ class Gateway:
             raise ModelNotFound(name)
 
     async def parse(self, request: RequestInput) -> ValidRequest:
-        """Check and tokenise wire input; raises `InvalidRequest` naming the field."""
-        return await self._parser.parse(request)
+        """Check and tokenise wire input of the present call; raises `InvalidRequest` naming the field.
+
+        What may be kept of it is decided here, for every door: by its `store` and salt, and by the key it came with.
+        """
+        return await self._parser.parse(request, shown_policy.get())
 
     def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""

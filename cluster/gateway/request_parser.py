@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.cluster.common.api_keys import KeyPolicy
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.text_codec import TextCodec
@@ -60,6 +61,7 @@ class ModelInfo:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
+    learns: bool = False  # a pool's drafters learn from requests that allow it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ class RequestInput:
     session_id: str | None = None
     cache_salt: str | None = None
     history_key: str | None = None  # in rollouts alone
-    store: bool | None = None  # False: in rollouts, its response is not remembered
+    store: bool | None = None  # False: no drafter keeps anything of it once it has ended
     prediction: str | None = None  # expected output, used as a draft
 
 
@@ -130,6 +132,7 @@ class ValidRequest:
     session_id: str | None
     cache_salt: str
     history_key: str | None = None  # as in `GenerationRequest`
+    may_learn: bool = False
     adapter: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -145,6 +148,7 @@ class ValidRequest:
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
                 history_key=self.history_key,
+                may_learn=self.may_learn,
                 adapter=self.adapter,
                 prediction_token_ids=self.prediction_token_ids,
                 priority=self.priority,
@@ -163,8 +167,9 @@ class RequestParser:
         self.model = model
         self.text = text
 
-    async def parse(self, request: RequestInput) -> ValidRequest:
-        """Check wire input; raises `InvalidRequest` naming the field."""
+    async def parse(self, request: RequestInput, key_policy: KeyPolicy = KeyPolicy.DEFAULT) -> ValidRequest:
+        """Check wire input; raises `InvalidRequest` naming the field. `key_policy`: of the key that came with it."""
+        is_kept = request.store is not False and key_policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
         priority = request.priority or 0
@@ -189,20 +194,25 @@ class RequestParser:
             target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
-            history_key=self._history_key(request),
+            history_key=self._history_key(request, is_kept=is_kept),
+            may_learn=is_kept and self.model.learns and self._is_open(request, key_policy),
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
             warnings=request.warnings,
         )
 
-    def _history_key(self, request: RequestInput) -> str | None:
+    def _is_open(self, request: RequestInput, key_policy: KeyPolicy) -> bool:
+        """Return whether no salt closes the request to learning; in rollouts a salt may be the policy's version."""
+        return not request.cache_salt or self.model.rollouts or key_policy is KeyPolicy.SALTED
+
+    def _history_key(self, request: RequestInput, *, is_kept: bool) -> str | None:
+        """Return the key of the request's history; what is not kept has none, in rollouts and elsewhere."""
         key = request.history_key
         if not self.model.rollouts:
             _require(key is None, "history_key", "left out: this service was not started with --rollouts")
-            return None
         fits = key is None or len(key) <= MAX_HISTORY_KEY_CHARS
         _require(fits, "history_key", f"at most {MAX_HISTORY_KEY_CHARS} characters")
-        return "" if request.store is False else key or None
+        return key or None if is_kept else ""
 
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
         if not request.prediction:

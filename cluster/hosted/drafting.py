@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from outrider.cluster.hosted.seen_steps import SeenSteps
 from outrider.cluster.router.fleet import Directive
@@ -56,6 +56,7 @@ class HostedConfig:
     is_pinned: bool = False  # always ask for the longest draft
     max_wait_s: float = 0.1  # the longest wait of a step for drafts
     opening_s: float = 10.0  # deadline of a drafter's prefill, which no step waits for
+    learn: bool | Literal["all"] = False  # see `PluginOptions`
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "num_speculative_tokens"):
@@ -64,6 +65,13 @@ class HostedConfig:
         for name in ("max_wait_s", "opening_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive")
+
+    def may_learn(self, store: bool | None) -> bool:
+        """Return whether a pool may learn from a request that says so of `store`.
+
+        The engine does not show the plug-in a request's salt. So silence is no permission, unless the operator says so.
+        """
+        return self.learn is not False and (self.learn == "all" if store is None else store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,7 @@ class HostRequest:
     max_tokens: int
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
+    store: bool | None = None  # whether a pool may learn from it, as its client says; None: the client says nothing
 
 
 class Host(Protocol):
@@ -266,6 +275,8 @@ class HostedDrafting:
             num_prompt_tokens=description.num_prompt_tokens,
             plan=self._default_plan,
             arrival_s=self._clock(),
+            history_key="" if description.store is False else None,
+            may_learn=self._config.may_learn(description.store),
         )
         self._stop_token_ids[row.request_id] = description.stop_token_ids
         return request

@@ -18,6 +18,8 @@ class PluginOptions(LinkTls):
     speculation: Literal["auto", "always"] = "auto"
     max_wait_ms: Annotated[float, Field(gt=0, le=10_000)] = 100.0  # the longest that a step waits for drafts
     draft_seeded: bool = False  # draft for seeded requests, too: their tokens then depend on the drafts
+    # a pool that learns may learn from requests that say "store": true; all: from those that say nothing, too
+    learn: bool | Literal["all"] = False
     # layers whose inputs the pool's heads read; -1: what the output embedding sees
     state_taps: tuple[Annotated[int, Field(ge=FINAL_TAP)], ...] = ()
 

@@ -42,6 +42,7 @@ def plugin_of(
         num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
         is_pinned=options.speculation == "always",
         max_wait_s=options.max_wait_ms / 1000.0,
+        learn=options.learn,
     )
     tokenizer = ModelConfig(
         path=model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code

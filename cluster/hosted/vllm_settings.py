@@ -16,6 +16,7 @@ from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
 CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on the draft length; 0: off
+STORE_KEY = "store"  # of a request's vllm_xargs: whether a pool may learn from it
 TRIED_VERSIONS = ("0.32.",)
 V2_METHOD = "ngram"  # the only V2 method without a model that is scheduled step by step
 # with V2: drafts and states would be on different ranks
@@ -87,7 +88,14 @@ def request_of(sampling: Any, num_prompt_tokens: int, *, draft_seeded: bool) -> 
         max_tokens=sampling.max_tokens or 1 << 30,
         num_speculative_tokens=cap,
         stop_token_ids=frozenset(stop_token_ids or ()),
+        store=_store_of(sampling.extra_args),
     )
+
+
+def _store_of(extra_args: Mapping[str, Any] | None) -> bool | None:
+    """Return what a client says of `store`; whatever is no clear yes counts as no. vLLM makes numbers of booleans."""
+    said = (extra_args or {}).get(STORE_KEY)
+    return None if said is None else str(said).lower() in ("true", "1", "1.0")
 
 
 def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from outrider.cluster.hosted.vllm_settings import CAP_KEY
+from outrider.cluster.hosted.vllm_settings import CAP_KEY, STORE_KEY
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
@@ -44,9 +44,21 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
     }
     if sampling.logit_bias:
         arguments["logit_bias"] = {item.token_id: item.bias for item in sampling.logit_bias}
-    if sampling.num_speculative_tokens is not None:
-        arguments["extra_args"] = {CAP_KEY: sampling.num_speculative_tokens}
+    if told := _told_to_plugin(request):
+        arguments["extra_args"] = told
     return arguments
+
+
+def _told_to_plugin(request: GenerationRequest) -> dict[str, Any]:
+    """Return what the plug-in must know of a request. It sees no salt, so that nothing salted may be learned from."""
+    told: dict[str, Any] = {}
+    if request.sampling.num_speculative_tokens is not None:
+        told[CAP_KEY] = request.sampling.num_speculative_tokens
+    if request.history_key == "":
+        told[STORE_KEY] = False
+    elif request.may_learn and not request.cache_salt:
+        told[STORE_KEY] = True
+    return told
 
 
 def structured_of(structured: StructuredOutput) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from outrider.verifier_service.sampling.coupled_sampler import (
     noise_of_keys,
 )
 from outrider.verifier_service.sampling.sampler import LawShapes, top_candidates
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows, sparse_row
 
 MAX_LOGIT = 1e30  # finite after any temperature, too
 _TICKET_BITS = 62  # a ticket modulo at most 2^16 is uniform to 2^-46, and exactly so for a sibling drawn first
@@ -139,22 +140,6 @@ def read_levels(levels: Sequence[Sequence[ChildrenOnDevice]], read_back: ReadBac
     return read
 
 
-def quantised_rows(probs: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the `top_n` likeliest tokens and round to integer weights that sum to DRAFT_PROB_SCALE.
-
-    probs float32 [num_rows, vocab_size] -> token ids and weights, both int64 [num_rows, <= top_n], likeliest first;
-    what rounds to 0 is left in with weight 0. Largest remainders are rounded up.
-    """
-    values, ids = top_candidates(probs, min(top_n, probs.shape[1]))
-    shares = values.double()
-    shares *= DRAFT_PROB_SCALE / shares.sum(dim=1, keepdim=True)
-    weights = shares.floor()
-    by_remainder = (shares - weights).argsort(dim=1, descending=True, stable=True)
-    missing = DRAFT_PROB_SCALE - weights.sum(dim=1, keepdim=True)  # fewer than there are columns
-    rounded_up = (torch.arange(ids.shape[1], device=ids.device) < missing).to(weights.dtype).expand_as(weights)
-    return ids, weights.scatter_add_(1, by_remainder, rounded_up).to(torch.int64)
-
-
 def _others(samplings: Sequence[DraftSampling], rows: Sequence[int]) -> list[int]:
     taken = set(rows)
     return [row for row in range(len(samplings)) if row not in taken]
@@ -246,13 +231,8 @@ def _drawn_children(
     """Keep as many as a row has tokens; the estimates are its largest probabilities, whatever was drawn."""
     children: list[Children] = []
     for row_drawn, row_ids, row_weights in zip(drawn, ids, weights, strict=True):
-        row = _sparse_row(row_ids, row_weights)
+        row = sparse_row(row_ids, row_weights)
         num_kept = min(len(row_drawn), len(row.token_ids))
         probs = tuple(weight / DRAFT_PROB_SCALE for weight in row.weights[:num_kept])  # likeliest first
         children.append(Children(token_ids=tuple(row_drawn[:num_kept]), probs=probs, row=row))
     return children
-
-
-def _sparse_row(ids: Sequence[int], weights: Sequence[int]) -> SparseRow:
-    kept = [(id_, weight) for id_, weight in zip(ids, weights, strict=True) if weight]
-    return SparseRow(token_ids=tuple(id_ for id_, _ in kept), weights=tuple(weight for _, weight in kept))

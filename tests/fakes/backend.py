@@ -176,6 +176,7 @@ def build_gateway(
     adapters: tuple[str, ...] = (),
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     rollouts: bool = False,
+    learns: bool = False,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
@@ -188,6 +189,7 @@ def build_gateway(
         adapters=adapters,
         logprobs_mode=logprobs_mode,
         rollouts=rollouts,
+        learns=learns,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory)

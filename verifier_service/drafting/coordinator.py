@@ -87,8 +87,7 @@ class DraftCoordinator:
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
         self._predictions = Predictions()
-        self._num_rounds = 0
-        self._num_steps = 0  # with a round that counts; see `choose`
+        self._num_rounds = self._num_steps = 0  # steps with a round that counts; see `choose`
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = self.num_resyncs = 0
         self.num_asks = self.num_asked_tokens = 0  # one ask per request and step, also for a length of 0
@@ -415,7 +414,7 @@ class DraftCoordinator:
         messages: list[VerifierMessage] = []
         if session.num_sent_tokens == 0:
             messages.append(self.filing.opening(request))
-            session.num_sent_tokens = request.num_tokens
+            session.num_sent_tokens, request.target_rows = request.num_tokens, []
         messages.extend(self._take_states(request, session))
         self._num_rounds += 1
         # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
@@ -431,9 +430,10 @@ class DraftCoordinator:
                 max_nodes=max_nodes,
                 predicted_ids=request.predicted_ids,
                 forced_ids=request.forced_ids,
+                target_rows=tuple(request.target_rows),
             )
         )
-        session.num_sent_tokens = request.num_tokens
+        session.num_sent_tokens, request.target_rows = request.num_tokens, []
         session.round = OutstandingRound(
             self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s
         )

@@ -1,7 +1,8 @@
 """Where responses are filed, for the drafters that remember them.
 
 In rollouts by prompt: trainers send the same prompts epoch after epoch, and some use `cache_salt` for the version of
-their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see to.
+their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see to. What must not be kept is filed
+nowhere, in rollouts and elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Filing:
             sampling=request.sampling.of_draft,
             token_ids=tuple(request.token_ids),
             cache_salt=request.cache_salt,
-            history=self._history(request) if self._in_rollouts else None,
+            history=self._history(request) if self._in_rollouts or request.history_key == "" else None,
+            may_learn=request.may_learn,
         )
 
     def ending(self, request: Request, drafters: Mapping[str, DrafterRecord]) -> dict[str, list[VerifierMessage]]:

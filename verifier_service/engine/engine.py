@@ -17,7 +17,7 @@ from outrider.verifier_service.engine.outputs import OutputBuilder
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.engine.runners import Runner
-from outrider.verifier_service.engine.step_rows import note_predictions, sampling_rows
+from outrider.verifier_service.engine.step_rows import note_predictions, note_target_rows, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -263,9 +263,14 @@ class VerifierEngine:
         return outputs
 
     def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
-        """Read prompt logprobs and predictions from the step's logits."""
+        """Read prompt logprobs, predictions and what drafters learn from of the step's logits."""
         self._extras.keep_prompt_logprobs(outcomes, step.logits)
         note_predictions(outcomes, step.logits, wants=lambda request: self.drafting.needs_of(request).predictions)
+        note_target_rows(outcomes, step.logits, self._num_top)
+
+    def _num_top(self, request: Request) -> int:
+        """Return how many of the target's likeliest tokens the request's drafter learns from, at each token."""
+        return self.drafting.needs_of(request).num_top if request.may_learn else 0
 
     def _price(self, step: LaunchedStep, outcomes: Sequence[Outcome], step_s: float) -> None:
         """Tell pricing what the step accepted and how long it took."""

@@ -78,10 +78,14 @@ class PipelinedEngine(VerifierEngine):
             bool(items)
             and self.pricing.can_learn_later(len(items))
             and all(request.hold_until_s is None for request in self.scheduler.running)
-            and all(item.draft is None and not self._extras.needs_logits(item.request) for item in items)
+            and all(item.draft is None and not self._needs_logits(item.request) for item in items)
             and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
             and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
         )
+
+    def _needs_logits(self, request: Request) -> bool:
+        """Return whether a step's logits are still needed when its tokens are read."""
+        return self._num_top(request) > 0 or self._extras.needs_logits(request)
 
     def _commit_placeholder(self, item: ScheduledRequest, place: int | None) -> Outcome:
         """Commit a placeholder for a request's token; stop scheduling the request if it has reached its limit.

@@ -12,6 +12,7 @@ from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.request import LogprobsMode, Request, TokenLogprobs
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
+from outrider.verifier_service.sampling.sparse_rows import likeliest_rows
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -65,3 +66,19 @@ def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: C
     predicted = iter(logits[upload_rows(rows, logits.device)].argmax(dim=1).tolist())
     for outcome in wanted:
         outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
+
+
+def note_target_rows(outcomes: Sequence[Outcome], logits: torch.Tensor, num_top: Callable[[Request], int]) -> None:
+    """Add the rows of committed tokens to `target_rows`, with `num_top(request)` tokens each; 0: none are wanted.
+
+    As raw log probabilities, a row is the model's own law, before penalties, temperature and truncation.
+    """
+    by_size: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        if size := num_top(outcome.item.request):
+            by_size.setdefault(size, []).append(outcome)
+    for size, wanted in by_size.items():
+        rows = [row for outcome in wanted for row in outcome.rows]
+        found = iter(likeliest_rows(logits[upload_rows(rows, logits.device)], size))
+        for outcome in wanted:
+            outcome.item.request.target_rows += islice(found, len(outcome.committed))

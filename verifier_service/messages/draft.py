@@ -85,7 +85,7 @@ class Open:
     """Start or restart the session of a request; `token_ids` are its committed tokens, never empty.
 
     Sessions with different `cache_salt` share nothing. In rollouts `history` takes the salt's place; a session that is
-    closed then leaves its response behind.
+    closed then leaves its response behind. Elsewhere a `history` without a key says that it must leave nothing behind.
     """
 
     request_id: str

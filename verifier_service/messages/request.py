@@ -6,7 +6,7 @@ import enum
 import itertools
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.messages.draft import Draft, DraftSampling, check_sampling_shape, require
+from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_sampling_shape, require
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
@@ -236,8 +236,9 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()  # already published by a lost verifier; generation continues after them
     group_id: str | None = None  # the n choices of one prompt share it, and the prompt's KV
     cache_salt: str = ""  # only requests with the same salt share prefixes
-    # in rollouts: whose responses it drafts from and joins; None: those of its prompt, "": nobody's
+    # in rollouts: whose responses it drafts from and joins; None: those of its prompt. "", everywhere: nobody's
     history_key: str | None = None
+    may_learn: bool = False  # drafters may keep its text for a while, to learn from
     history: tuple[PastResponse, ...] = ()  # responses of that key which the verifier may lack, oldest first
     adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
@@ -376,6 +377,7 @@ class Request:
     group_id: str | None = None
     cache_salt: str = ""
     history_key: str | None = None
+    may_learn: bool = False
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: no target
@@ -388,6 +390,7 @@ class Request:
     draft: Draft | None = None  # checked, for exactly this position; None or empty: plain decoding
     predicted_ids: tuple[int, ...] = ()  # of the last verification; see `Commit`
     forced_ids: tuple[int, ...] = ()  # see `Commit`
+    target_rows: list[SparseRow] = field(default_factory=list)  # of the tokens since the last `Commit`; see there
     hold_until_s: float | None = None  # its draft is in flight: no step schedules it before this deadline
     num_preemptions: int = 0
     first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue
@@ -406,6 +409,7 @@ class Request:
             group_id=message.group_id,
             cache_salt=message.cache_salt,
             history_key=message.history_key,
+            may_learn=message.may_learn,
             prediction_token_ids=message.prediction_token_ids,
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),

@@ -53,7 +53,8 @@ class TokenBody(ModelBody):
             raise InvalidRequest("output_mode must be tokens", "output_mode")
         sampling = parse_body(self.sampling_params, TokenSampling)
         own = ("request_id", "model", "cache_salt", "priority", "history_key", "store")
-        fields = sampling.shared_fields() | {name: getattr(self, name) for name in own}
+        given = {name: value for name in own if (value := getattr(self, name)) is not None}
+        fields = sampling.shared_fields() | given  # `sampling_params` may have names of the body's own, such as `store`
         return RequestInput(
             prompt=self.token_ids,
             prompt_field="token_ids",

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import pytest
 
 from outrider.cluster.common import api_keys
-from outrider.cluster.common.api_keys import ApiKeys, hash_api_key, with_api_key_hashes
+from outrider.cluster.common.api_keys import ApiKeys, KeyPolicy, hash_api_key, with_api_key_hashes
 from outrider.cluster.config.service_config import ServiceConfig
 
 KEYS = ApiKeys([hash_api_key("first"), hash_api_key("second")])
@@ -37,6 +38,8 @@ def test_hashes_may_come_from_yaml_or_as_one_text():
         ("# nothing but a comment\n\n", "api_key_file holds no key"),
         ("sha256:12ab", "api_key_file: after sha256:"),
         ("two words", "api_key_file: a key must be"),
+        ("key stor=never", "api_key_file: a key must be"),
+        ("key store=never more", "api_key_file: a key must be"),
         ("größer", "api_key_file: a key must be"),
     ],
 )
@@ -46,6 +49,40 @@ def test_a_bad_file_is_refused_by_name_and_its_text_is_not_repeated(tmp_path: Pa
     with pytest.raises(ValueError, match=complaint) as raised:
         with_api_key_hashes({"api_key_file": str(file)}, {})
     assert content not in str(raised.value)
+
+
+def test_a_key_of_a_file_may_say_what_is_kept_of_what_comes_with_it(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text(f"a\nb  store=never\n\tsha256:{hash_api_key('c')} store=salted \nstore=never\n")
+    hashes = with_api_key_hashes({"api_key_file": str(file)}, {})["api_key_hashes"]
+    expected = (hash_api_key("a"), f"{hash_api_key('b')}:never", f"{hash_api_key('c')}:salted")
+    assert hashes == (*expected, hash_api_key("store=never")), "a key, however odd"
+    keys = ApiKeys(ServiceConfig(api_key_hashes=hashes).gateway.api_key_hashes)
+    found = [keys.admit([("x-api-key", key)]) for key in "abcd"]
+    assert found == [KeyPolicy.DEFAULT, KeyPolicy.NEVER, KeyPolicy.SALTED, None]
+
+
+@pytest.mark.parametrize("policies", itertools.permutations(KeyPolicy, 2))
+def test_of_several_keys_and_of_one_that_is_there_twice_the_strictest_policy_holds(policies: tuple[KeyPolicy, ...]):
+    strictest = next(policy for policy in KeyPolicy if policy in policies)
+    entries = [f"{hash_api_key(str(number))}:{policy.value}" for number, policy in enumerate(policies)]
+    shown = [("authorization", "Bearer 0"), ("x-api-key", "1"), ("x-api-key", "unknown")]
+    assert ApiKeys([entry.rstrip(":") for entry in entries]).admit(shown) is strictest
+    twice = [f"{hash_api_key('k')}:{policy.value}".rstrip(":") for policy in policies]
+    assert ApiKeys(twice).admit([("x-api-key", "k")]) is strictest
+
+
+@pytest.mark.parametrize("word", ["always", "", "never:salted", "Never"])
+def test_a_policy_that_there_is_not_is_named_with_its_source(tmp_path: Path, word: str):
+    file = tmp_path / "keys"
+    file.write_text(f"secret store={word}")
+    with pytest.raises(
+        ValueError, match=f"api_key_file: a key's store must be never or salted, not '{word}'"
+    ) as raised:
+        with_api_key_hashes({"api_key_file": str(file)}, {})
+    assert "secret" not in str(raised.value)
+    with pytest.raises(ValueError, match=f"api_key_hashes: a key's store must be never or salted, not '{word}'"):
+        ServiceConfig(api_key_hashes=(f"{hash_api_key('a')}:{word}",))
 
 
 def test_a_missing_secret_does_not_open_the_service(tmp_path: Path):
@@ -92,7 +129,7 @@ def test_the_configuration_takes_nothing_but_hashes():
     ],
 )
 def test_a_key_is_shown_as_bearer_token_or_x_api_key(headers: list[tuple[str, str]], is_admitted: bool):
-    assert KEYS.admit(headers) is is_admitted
+    assert KEYS.admit(headers) is (KeyPolicy.DEFAULT if is_admitted else None)
 
 
 def test_every_hash_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch):

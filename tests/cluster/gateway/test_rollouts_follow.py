@@ -206,3 +206,16 @@ async def test_in_rollouts_two_keys_never_see_each_other_on_any_verifier():
     assert [len(request.history) for request in verifiers[1].requests] == [0, 2]
     assert verifiers[1].histories.keys() == {"key ours", "key mine"}
     assert verifiers[0].histories.keys() == {"key mine", "key theirs"}
+
+
+async def test_outside_rollouts_what_was_declined_is_in_no_tree_and_finds_none():
+    verifier = LookUps(rollouts=False)
+    async with fleet_of(verifier) as fleet:
+        declined = await fleet.generate(sample(history_key=""))
+        assert verifier.salted == {}
+        kept = await fleet.generate(sample())
+        assert verifier.salted.keys() == {""}
+        again = await fleet.generate(sample(history_key=""))
+        found = await fleet.generate(sample())
+    assert num_accepted(declined, kept, again) == 0 < num_accepted(found)
+    assert tokens_of(declined) == tokens_of(found)

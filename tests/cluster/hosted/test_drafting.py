@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -445,3 +446,26 @@ def test_a_bad_figure_is_named(field: str, value: float):
     values = {"vocab_size": 9, "max_model_len": 9, "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=field):
         HostedConfig(**{**values, field: value})
+
+
+@pytest.mark.parametrize(
+    ("learn", "store", "may_learn"),
+    [
+        (False, None, False),
+        (False, True, False),
+        (True, None, False),  # it may be salted: vLLM does not say
+        (True, True, True),
+        (True, False, False),
+        ("all", None, True),
+        ("all", True, True),
+        ("all", False, False),
+    ],
+)
+def test_a_pool_learns_where_operator_and_client_allow_it(learn: Any, store: bool | None, may_learn: bool):
+    engine = HostedEngine(learn=learn)
+    engine.pool.come_up("d")
+    engine.add(store=store)
+    engine.steps(3)
+    (opening,) = messages_of(engine.pool.take(), Open)
+    assert opening.may_learn is may_learn
+    assert (opening.history is not None) is (store is False), "what must not be kept is not remembered either"

@@ -13,13 +13,14 @@ def test_the_pool_is_all_that_must_be_said():
     options = PluginOptions(pool="drafters.example:50061")
     assert options == PluginOptions(pool="drafters.example:50061")
     assert options.credentials is None
-    assert (options.speculation, options.draft_seeded) == ("auto", False)
+    assert (options.speculation, options.draft_seeded, options.learn) == ("auto", False, False)
 
 
 def test_values_are_what_the_operator_says():
     options = PluginOptions(pool="[::1]:1", max_wait_ms=50, draft_seeded=True, speculation="always")
     assert (options.pool, options.max_wait_ms) == ("[::1]:1", 50.0)
     assert (options.draft_seeded, options.speculation) == (True, "always")
+    assert [PluginOptions(pool="h:1", learn=value).learn for value in (True, "all")] == [True, "all"]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_values_are_what_the_operator_says():
         ({"pool": None}, "pool: "),
         ({"pool": "h:1", "max_wait_ms": "soon"}, "max_wait_ms: "),
         ({"pool": "h:1", "draft_seeded": "perhaps"}, "draft_seeded: "),
+        ({"pool": "h:1", "learn": "sometimes"}, "learn"),
         ({"pool": "h:1", "speculation": "sometimes"}, "speculation must be auto or always"),
         *[
             ({"pool": "h:1", "max_wait_ms": value}, "max_wait_ms must be ")

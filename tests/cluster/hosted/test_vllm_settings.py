@@ -11,6 +11,7 @@ from fakes.hosted.v2_scheduler import Sampling
 from outrider.cluster.hosted.drafting import HostRequest
 from outrider.cluster.hosted.vllm_settings import (
     CAP_KEY,
+    STORE_KEY,
     UNTRIED_PARALLELISM,
     UntriedVersionError,
     give_out_layers,
@@ -65,6 +66,20 @@ def test_a_clients_cap_is_read_and_one_that_is_no_number_harms_only_its_own_draf
     """An exception would end everybody's drafts, and for ever after the third."""
     assert described(extra_args={CAP_KEY: said}).num_speculative_tokens == cap
     assert described(extra_args={"other": said}).num_speculative_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("said", "store"),
+    [
+        *[(value, True) for value in (True, 1, 1.0, "true", "True", "1")],
+        *[(value, False) for value in (False, 0, 0.0, "false", "no", "", [1], {}, 2, float("nan"))],
+        (None, None),
+    ],
+)
+def test_what_is_no_clear_yes_may_not_be_stored(said: Any, store: bool | None):
+    assert described(extra_args={STORE_KEY: said}).store is store
+    assert described(extra_args={"other": said}).store is None
+    assert described().store is None
 
 
 def test_the_models_end_is_no_stop_token_where_it_is_ignored_but_the_clients_own_are():

@@ -102,3 +102,16 @@ def test_vllms_grammar_leaves_out_what_ours_does(text: str):
     wanted = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=text)
     told = json.loads(structured_of(wanted)["json"])
     assert told == {**json.loads(text), "x-guidance": {"lenient": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, None),
+        ({"may_learn": True}, {"store": True}),
+        ({"may_learn": True, "cache_salt": "s"}, None),  # the plug-in would file it beside those without a salt
+        ({"history_key": ""}, {"store": False}),
+    ],
+)
+def test_the_plugin_is_told_what_may_be_kept(fields: dict[str, Any], told: dict[str, Any] | None):
+    assert sampling_of(replace(request(), **fields), has_drafts=True).get("extra_args") == told

@@ -13,7 +13,6 @@ from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
     launch_children,
-    quantised_rows,
     read_children,
 )
 from outrider.verifier_service.gpu.transfers import CopyBack
@@ -90,13 +89,6 @@ def test_rows_are_valid_and_close_to_the_drafters_law(top_n: int) -> None:
         kept = torch.zeros(64, dtype=torch.float64)
         kept[law.topk(top_n).indices] = best / best.sum()
         assert np.abs(as_law(row, 64) - kept.numpy()).max() <= 1 / DRAFT_PROB_SCALE
-
-
-def test_quantised_by_hand() -> None:
-    third = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0], [1 - 2**-20, 2**-20, 0.0, 0.0]])
-    ids, weights = quantised_rows(third, top_n=4)
-    assert ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert weights.tolist() == [[21846, 21845, 21845, 0], [65536, 0, 0, 0]]
 
 
 def test_tokens_that_round_to_nothing_are_left_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exactness.law import p_value
-from outrider.drafter_service.engine.draft_sampler import Children, quantised_rows
+from outrider.drafter_service.engine.draft_sampler import Children
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.product_tree import best_of_product
@@ -27,6 +27,7 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.verified import target_probs
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_HEADS = 8, 12, 3

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from exactness.law import p_value
-from outrider.drafter_service.engine.draft_sampler import quantised_rows
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
@@ -27,6 +26,7 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.verified import target_probs
 
 EMB_DIM, VOCAB_SIZE, N_PREDICT = 8, 7, 3

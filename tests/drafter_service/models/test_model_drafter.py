@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exactness.small_engines import load
 from fakes.runner import FakeRunner, closed, continuation
-from outrider.drafter_service.engine.draft_sampler import launch_children, quantised_rows, read_children
+from outrider.drafter_service.engine.draft_sampler import launch_children, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
@@ -32,6 +32,7 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     check_draft,
 )
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.drafters import model_drafter
 from tiny.models import full_logits, make_model, random_sequences
 from tiny.verified import target_probs

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from exactness.law import p_value
 from exactness.small_engines import Drafts, Generated, Limits, generate, load, make_engine, perturbed_copy
 from fakes.runner import FakeRunner, next_token
-from outrider.drafter_service.engine.draft_sampler import quantised_rows
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
@@ -38,6 +37,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Sampli
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.drafters import parallel_drafter
 from tiny.models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
 from tiny.verified import target_probs

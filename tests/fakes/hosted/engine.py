@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from outrider.cluster.hosted.drafting import HostedConfig, HostedDrafting, HostRequest, HostRow
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open, Resync, VerifierMessage
@@ -168,7 +169,14 @@ def free_steps(num_tokens: int) -> float:
 class HostedEngine:
     """The engine: it runs steps, and asks `HostedDrafting` what to verify; a `Host`, too."""
 
-    def __init__(self, *, num_speculative_tokens: int = 4, max_wait_s: float = 0.1, opening_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int = 4,
+        max_wait_s: float = 0.1,
+        opening_s: float = 10.0,
+        learn: bool | Literal["all"] = False,
+    ) -> None:
         self.clock = Clock()
         self.pool = PlayedPool(self.clock)
         self.config = HostedConfig(
@@ -177,6 +185,7 @@ class HostedEngine:
             num_speculative_tokens=num_speculative_tokens,
             max_wait_s=max_wait_s,
             opening_s=opening_s,
+            learn=learn,
         )
         self.drafting = HostedDrafting(self.pool, self.config, clock=self.clock)
         self.running: dict[str, HostedSequence] = {}

@@ -85,6 +85,21 @@ def test_outside_rollouts_there_is_no_history():
     assert bench.ending(request, 7, 8) == [("keeps", Close(request_id="r"))]
 
 
+def test_what_must_not_be_kept_is_filed_nowhere_outside_rollouts_either():
+    bench = Bench(rollouts=False)
+    assert key_of(bench.opening(cache_salt="mine", history_key="")) == ""
+    request = bench.request(history_key="")
+    bench.coordinator.ask([request], 0.0)
+    assert bench.ending(request, 7, 8) == [("keeps", Close(request_id="r"))]
+
+
+@pytest.mark.parametrize("rollouts", [False, True])
+@pytest.mark.parametrize("may_learn", [False, True])
+def test_a_drafter_is_told_whether_it_may_learn(rollouts: bool, may_learn: bool):
+    assert Bench(rollouts=rollouts).opening(may_learn=may_learn).may_learn is may_learn
+    assert Bench(rollouts=rollouts).opening().may_learn is False
+
+
 def test_the_version_of_the_weights_is_told():
     bench = Bench()
     bench.coordinator.filing.weight_version = "12"
