@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.drafter_service.engine.learning_messages import (
+    ServedSample,
+    SetLearning,
+    TakeTexts,
+    TrialCounts,
+    VersionCounts,
+)
 from outrider.verifier_service.messages.draft import DrafterMessage, DraftNeeds
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import CONTROLS, ControlResult, PeerState, Relay
@@ -30,7 +37,11 @@ class DrafterUpdate:
     relays: tuple[Relay, ...] = ()
     load: DrafterLoad | None = None
     results: tuple[ControlResult, ...] = ()
+    samples: tuple[ServedSample, ...] = ()
+    trial: TrialCounts | None = None
+    versions: tuple[VersionCounts, ...] = ()
+    shadow_error: str = ""
 
 
-TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS)
+TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS, SetLearning, TakeTexts)
 FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

@@ -212,3 +212,9 @@ class SpeculativeConfig:
 def _needs_checkpoint(method: Method) -> bool:
     # MTP layers are in the target's checkpoint; a plug-in loads its own files
     return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN)
+
+
+def learning_refusal(config: SpeculativeConfig) -> str | None:
+    """Why drafters of this kind do not learn while they serve; None: they do."""
+    taught = {*MODEL_FREE, Method.DRAFT_MODEL, Method.EAGLE, Method.EAGLE3, Method.MEDUSA, Method.MLP_SPECULATOR}
+    return next((f"{method} does not learn" for method in config.all_methods if method not in taught), None)
