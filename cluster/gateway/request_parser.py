@@ -60,7 +60,7 @@ class ModelInfo:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
-    learns: bool = False  # a pool of drafters learns from requests that may be learned from
+    learns: bool = False  # a pool's drafters learn from requests that allow it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,11 +37,15 @@ class DrafterUpdate:
     relays: tuple[Relay, ...] = ()
     load: DrafterLoad | None = None
     results: tuple[ControlResult, ...] = ()
+    # while the pool learns
     samples: tuple[ServedSample, ...] = ()
-    trial: TrialCounts | None = None
-    versions: tuple[VersionCounts, ...] = ()
-    shadow_error: str = ""
+    num_dropped_samples: int = 0  # too large for a frame, since the last update that had samples
+    # with the load
+    trial: TrialCounts | None = None  # None: there is no shadow
+    versions: tuple[VersionCounts, ...] = ()  # the last ones, the present one last
+    shadow_error: str = ""  # why the shadow was dropped while it drafted
 
 
-TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS, SetLearning, TakeTexts)
+LEARNING_CONTROLS = (SetLearning, TakeTexts)  # from the drafter's own shell alone, never over a link
+TO_DRAFT_ENGINE = (Relay, PeerState, *CONTROLS, *LEARNING_CONTROLS)
 FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

@@ -1,26 +1,38 @@
-"""A learner's spec."""
+"""A learner's spec, in a module of its own, which needs no model code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.drafter_service.learning.messages import LearnerSettings
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.speculative_config import learning_refusal
 from outrider.verifier_service.model.ranks import RankSpec
+from outrider.verifier_service.start_phases import begin_phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """The spec of a learner's process."""
+    """The spec of a pool's learner, which has one rank. Raises `ValueError` for a drafter that cannot learn."""
 
     drafter: DrafterSpec
     pool: str
-    folder: str
-    settings: LearnerSettings
-    max_bytes: int = 1 << 30
+    folder: str  # of the versions, which this learner alone uses
+    settings: LearnerSettings = field(default_factory=LearnerSettings)
+    max_bytes: int = 1 << 30  # of the reservoir
     device: str = "auto"
     num_threads: int = 1
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if (refusal := learning_refusal(self.drafter.speculative)) is not None:
+            raise ValueError(f"learning: {refusal}")
+        if self.max_bytes < 1 or self.num_threads < 1:
+            raise ValueError("max_bytes and num_threads must be positive")
+
     def run_rank(self, rank: RankSpec) -> None:
-        raise NotImplementedError("the learner is in another branch")
+        """Run the learner until its shell is gone."""
+        begin_phases("learner", "importing the trainer")
+        from outrider.drafter_service.learning.rank_main import run_learner_rank
+
+        run_learner_rank(self, rank)

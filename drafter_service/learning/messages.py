@@ -31,7 +31,9 @@ class Visit:
     trial: TrialCounts | None = None  # of the shadow that it has
     versions: tuple[VersionCounts, ...] = ()
     shadow_error: str = ""  # why it could not load the shadow it was told to; the learner gives that candidate up
+    shadow: str = ""  # the version that `shadow_error` is about; "": the present one
     serving_error: str = ""  # why it could not take the version it was told to serve
+    wanted: str = ""  # the version that `serving_error` is about; "": the present one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,8 @@ TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
 MODEL_FREE = (Method.NGRAM, Method.SUFFIX, Method.LOOKAHEAD)
 # heads that continue from their own states
 EAGLE_LIKE = (Method.EAGLE, Method.EAGLE3, Method.MTP)
+# they can be trained on what was served
+LEARNING = (Method.DRAFT_MODEL, Method.MEDUSA, Method.MLP_SPECULATOR, Method.EAGLE, Method.EAGLE3)
 # they read the target's hidden states
 STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, *EAGLE_LIKE, Method.DFLASH)
 
@@ -209,12 +211,20 @@ class SpeculativeConfig:
         return f"{first} has no weights: it looks tokens up"
 
 
+def learning_refusal(config: SpeculativeConfig) -> str | None:
+    """Return why a drafter cannot learn while it serves; None: it can. One that looks tokens up remembers texts."""
+    if config.location is not Location.POOL:
+        return f"{config.method} runs in the verifier: only a pool has a learner"
+    if config.vocabulary != "same":
+        return f"vocabulary: a draft model of another vocabulary ({config.vocabulary}) does not learn from token ids"
+    own = config.weighted_methods
+    if not own and any(method in MODEL_FREE for method in config.all_methods):
+        return None
+    if config.update_refusal is not None:
+        return config.update_refusal
+    return None if own[0] in LEARNING else f"{own[0]} is not trained on what was served"
+
+
 def _needs_checkpoint(method: Method) -> bool:
     # MTP layers are in the target's checkpoint; a plug-in loads its own files
     return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN)
-
-
-def learning_refusal(config: SpeculativeConfig) -> str | None:
-    """Why drafters of this kind do not learn while they serve; None: they do."""
-    taught = {*MODEL_FREE, Method.DRAFT_MODEL, Method.EAGLE, Method.EAGLE3, Method.MEDUSA, Method.MLP_SPECULATOR}
-    return next((f"{method} does not learn" for method in config.all_methods if method not in taught), None)
