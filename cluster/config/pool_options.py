@@ -161,10 +161,6 @@ def _without_checkpoint(pool: PoolOptions, values: Mapping[str, Any]) -> PoolOpt
 
 def _require_learning(pool: PoolOptions) -> None:
     """Raise `ValueError` unless the pool's drafters can learn."""
-    refusal = learning_refusal(pool.speculative)
-    if not pool.is_in_pool:
-        refusal = "drafters in the verifier do not learn: location: pool"
-    elif not pool.drafts:
-        refusal = "there is no drafter to learn"
+    refusal = learning_refusal(pool.speculative) or (None if pool.drafts else "there is no drafter to learn")
     if refusal is not None:
         raise ValueError(f"learner: {refusal}")

@@ -8,7 +8,7 @@ from outrider.drafter_service.learning.messages import LearnerStatus, VersionRec
 
 
 def learner_load(status: LearnerStatus) -> dict[str, Any]:
-    """Describe a pool's learner. Counts are since its process began; `num_samples` and `num_bytes` are kept now."""
+    """Describe a pool's learner; `num_samples` and `num_bytes` are what it keeps now."""
     return {
         "pool": status.pool,
         "phase": status.phase.value,

@@ -87,7 +87,7 @@ class ServingWeights:
         self.error = ""  # why the last order could not be followed
         self._own_folder, self._control, self._clock = own_folder, control, clock
         self._is_whole = True  # False: an update broke off, or its end is not known
-        self._refused = ""  # version
+        self.refused = ""  # the version that `error` is about
         self._retry_s = 0.0
         self._pause_s = FIRST_RETRY_S
 
@@ -97,7 +97,7 @@ class ServingWeights:
     async def serve(self, version: DrafterVersion) -> None:
         """Have the engine take a version, unless it has it or has just refused it."""
         is_there = self._is_whole and version.name == self.version
-        is_too_soon = version.name == self._refused and self._clock() < self._retry_s
+        is_too_soon = version.name == self.refused and self._clock() < self._retry_s
         if is_there or is_too_soon:
             return
         self._is_whole = False
@@ -105,11 +105,11 @@ class ServingWeights:
             UpdateDraftWeights(call_id=_new_id(), folder=self.folder_of(version), weight_version=version.name)
         )
         if result.error is None:
-            self.version, self.error, self._refused, self._is_whole = version.name, "", "", True
+            self.version, self.error, self.refused, self._is_whole = version.name, "", "", True
             return
         logger.warning("the drafter could not take version %s: %s", version.name, result.error)
-        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S) if version.name == self._refused else FIRST_RETRY_S
-        self.error, self._refused = f"{version.name}: {result.error}", version.name
+        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S) if version.name == self.refused else FIRST_RETRY_S
+        self.error, self.refused = result.error, version.name
         self._retry_s = self._clock() + self._pause_s
 
 
@@ -139,13 +139,14 @@ class LearnerVisits:
         self._trial: TrialCounts | None = None
         self._versions: tuple[VersionCounts, ...] = ()
         self._shadow_error = ""
-        self._num_dropped = 0  # with visits that were not answered
+        self._num_dropped = 0  # by the engine, and with visits that were not answered
         self._is_new = True
         self._is_answered = True
 
     def take(self, update: DrafterUpdate) -> None:
         """Keep what an update of the engine says until the next visit."""
         self._outbox.put(replace(sample, request_id=client_id(sample.request_id)) for sample in update.samples)
+        self._num_dropped += update.num_dropped_samples
         self._trial = update.trial or self._trial
         self._versions = update.versions or self._versions
         self._shadow_error = update.shadow_error or self._shadow_error
@@ -184,7 +185,9 @@ class LearnerVisits:
             trial=self._trial,
             versions=self._versions,
             shadow_error=self._shadow_error,
+            shadow=self._learning.shadow_version,
             serving_error=self._weights.error,
+            wanted=self._weights.refused,
         )
 
     def _on_no_answer(self, visit: Visit, error: NoAnswerError) -> None:

@@ -85,10 +85,10 @@ def test_other_engines_pools_learn_too(tmp_path: Path):
         ({"learner": "["}, "learner: Invalid JSON"),
         ({"learner": 5}, "learner: Input should be a valid dictionary"),
         ({"learner": {}, "num_drafters": 0}, "learner: there is no drafter to learn"),
-        ({"learner": {}, "model": "some/model"}, "learner: drafters in the verifier do not learn: location: pool"),
+        ({"learner": {}, "model": "some/model"}, "learner: suffix runs in the verifier: only a pool has a learner"),
         (
             {"learner": {}, "speculative_config": {"method": "early_exit", "location": "verifier"}},
-            "learner: drafters in the verifier do not learn",
+            "learner: early_exit runs in the verifier: only a pool has a learner",
         ),
         (
             {"learner": {}, "draft_model": "d", "speculative_config": {"method": "parallel_draft"}},

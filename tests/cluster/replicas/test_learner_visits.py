@@ -96,9 +96,9 @@ async def test_a_visit_brings_what_the_engine_said_and_samples_once():
     assert (first.drafter_id, first.serving, first.is_new, first.num_dropped) == ("d", "v0", True, 0)
     assert [each.request_id for each in first.samples] == ["cmpl-1", "id/with/slashes-1"], "as the client knows them"
     assert (first.trial, first.versions, first.shadow_error) == (TRIAL, versions, "no")
-    scene.take()  # an update without news
+    scene.take(num_dropped_samples=2)  # an update without other news
     second = await scene.visit()
-    assert (second.is_new, second.samples) == (False, ())
+    assert (second.is_new, second.samples, second.num_dropped) == (False, (), 2)
     assert (second.trial, second.versions) == (TRIAL, versions), "counts are sums: they are said again"
 
 
@@ -149,7 +149,8 @@ async def test_a_shadow_that_cannot_be_loaded_is_told_until_other_orders_come():
     scene = Scene()
     scene.refuse = lambda message: "another shape" if isinstance(message, SetLearning) else None
     await scene.visit(shadow=V1)
-    assert (await scene.visit()).shadow_error == "another shape"
+    told = await scene.visit()
+    assert (told.shadow_error, told.shadow) == ("another shape", "v1")
     assert len(scene.told) == 1, "it would be refused again"
     scene.refuse = lambda message: None
     await scene.visit(shadow=None)
@@ -162,11 +163,11 @@ async def test_refused_weights_are_told_and_the_version_before_is_loaded_anew():
     scene.refuse = lambda message: "cut off" if getattr(message, "folder", "") == V1.folder else None
     await scene.visit(serving=V1)
     told = await scene.visit()
-    assert (told.serving, told.serving_error) == ("v0", "v1: cut off")
+    assert (told.serving, told.serving_error, told.wanted) == ("v0", "cut off", "v1")
     await scene.visit(serving=DrafterVersion(name="v0"))
     assert scene.swaps == [(V1.folder, "v1"), (OWN_FOLDER, "v0")]
     whole = await scene.visit()
-    assert (whole.serving, whole.serving_error) == ("v0", "")
+    assert (whole.serving, whole.serving_error, whole.wanted) == ("v0", "", "")
     assert len(scene.swaps) == 2
 
 
