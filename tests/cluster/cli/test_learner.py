@@ -11,13 +11,13 @@ from fastapi import FastAPI
 from browser import serving
 from fakes.command_line import assert_usage_error, invoke
 from fakes.fleet_snapshots import LEARNER, busy_fleet
-from fakes.learners import PlayedLearner
 from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import prepare
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.drafter_service.learning.messages import Action, Answer
+from tiny.played_learners import PlayedLearner
 
 OTHER = replace(LEARNER, pool="look", serving="v0", versions=(), loss=None, last_event="\x1b[2J")
 
