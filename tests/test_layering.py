@@ -64,25 +64,27 @@ ROOMS = {
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
-    "cluster/router": "common verifier_service/messages",
-    "cluster/monitoring": "common router verifier_service/messages",
+    "cluster/router": "common verifier_service/messages drafter_service/learning",
+    "cluster/monitoring": "common router verifier_service/messages drafter_service/learning",
     "cluster/gateway": (
-        "common router monitoring proto verifier_service verifier_service/messages verifier_service/links"
+        "common router monitoring proto verifier_service verifier_service/messages verifier_service/links "
+        "drafter_service/learning"
     ),
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
     "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
-    "cluster/api": "common gateway web api/openai proto verifier_service/messages",
+    "cluster/api": "common gateway web api/openai proto verifier_service/messages drafter_service/learning",
     "cluster/vllm_engine": "hosted verifier_service/messages verifier_service/model verifier_service/engine",
     "cluster/config": (
-        "common router replies vllm_engine verifier_service/messages verifier_service/model "
-        "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
+        "common router replies vllm_engine verifier_service verifier_service/messages verifier_service/model "
+        "verifier_service/engine drafter_service/service drafter_service/learning drafter_service/embedded "
+        "drafter_service/shipped"
     ),
     "cluster/replicas": (
         "common router monitoring gateway replies api api/openai api/rollouts config vllm_engine proto "
         "verifier_service verifier_service/messages verifier_service/model verifier_service/links "
-        "verifier_service/engine drafter_service/engine drafter_service/service"
+        "verifier_service/engine drafter_service/engine drafter_service/service drafter_service/learning"
     ),
     "cluster/hosted": (  # within another engine's process: no Ray, no transformers at import, nothing of drafters
         "common router proto verifier_service/messages verifier_service/model verifier_service/scheduling "

@@ -21,6 +21,7 @@ VERBS = {
     "generate": "outrider.cluster.cli.generate:generate",
     "chat": "outrider.cluster.cli.chat:chat",
     "top": "outrider.cluster.cli.top:top",
+    "learner": "outrider.cluster.cli.learner:learner",
     "train-drafter": "outrider.cluster.cli.train:train_drafter",
     "demo": "outrider.lab.cli.demo:demo",
     "bench": "outrider.lab.cli.bench:bench",

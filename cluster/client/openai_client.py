@@ -74,6 +74,18 @@ async def first_model(client: httpx.AsyncClient) -> str:
             raise ServerError("/v1/models is not a list of models: is this an OpenAI-compatible server?") from error
 
 
+async def ask_json(client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the JSON of an answer; raises `ServerError`."""
+    with _server_errors():
+        response = await client.request(method, path, json=body)
+        if response.status_code != httpx.codes.OK:
+            raise _refusal(response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(f"{path}: the answer is not JSON") from error
+
+
 async def stream_events(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:

@@ -19,6 +19,7 @@ from outrider.cluster.common.terminal import NOTHING
 
 BAR_CELLS = 10
 FULL_KV = 0.9  # above it, preemptions are near
+SHOWN_VERSIONS = 3
 OLD_SNAPSHOT_S = 3.0  # the router has missed several intervals
 
 
@@ -53,7 +54,9 @@ def render(state: TopState) -> RenderableType:
         beside = Columns([_decisions(state.load["decisions"]), _latencies(state.latencies)], padding=(0, 4))
         verifiers, drafters = state.load["verifiers"], state.load["drafters"]
         parts.append(_totals(state.load["totals"]))
-        for part in (_verifiers(verifiers), _drafts(verifiers), _drafters(drafters), beside):
+        learners = state.load.get("learners") or ()
+        learning: list[RenderableType] = [_learners(learners)] if learners else []  # most services have none
+        for part in (_verifiers(verifiers), _drafts(verifiers), _drafters(drafters), *learning, beside):
             parts += [Text(), part]
     return Group(*parts)
 
@@ -130,6 +133,30 @@ def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
             Text(str(row["num_circuits_open"]), style="red" if row["num_circuits_open"] else ""),
         )
     return _or_empty(table)
+
+
+def _learners(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("learner of", "phase", ["serving", "samples", "steps"])
+    table.add_column("named per round")
+    table.add_column("last event")
+    for row in rows:
+        table.add_row(
+            _safe(row["pool"]),
+            _safe(row["phase"]),
+            _safe(row["serving"]),
+            str(row["num_samples"]),
+            str(row["num_steps"]),
+            _safe(named_per_round(row["versions"])),
+            _safe(row["last_event"] or NOTHING),
+        )
+    return table
+
+
+def named_per_round(versions: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many draft tokens the target committed, per round, of the last versions that drafted: "v2 1.75"."""
+    drafted = [version for version in versions if version["named_per_round"] is not None]
+    shown = [f"{version['name']} {version['named_per_round']:.2f}" for version in drafted[-SHOWN_VERSIONS:]]
+    return ", ".join(shown) or NOTHING
 
 
 def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -19,17 +19,29 @@ REPORT_TIMEOUT_S = 1.0
 ROUTER_ERRORS = (RayError, RayServeException, TimeoutError)
 
 
-async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:
-    """Call a method of the router's deployment handle; None: it did not answer in time."""
+class NoAnswerError(RuntimeError):
+    """A replica did not answer in time, or failed."""
+
+
+async def ask(method: Any, *arguments: Any, timeout_s: float) -> Any:
+    """Call a method of a deployment's handle; raises `NoAnswerError`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await method.remote(*arguments)
     except ROUTER_ERRORS as error:
-        logger.warning("the router did not answer: %s: %s", type(error).__name__, error)
+        raise NoAnswerError(f"{type(error).__name__}: {error}") from error
     except asyncio.CancelledError:
         if is_being_cancelled():
             raise
-        logger.warning("the router did not answer: the call to it was cancelled")
+        raise NoAnswerError("the call to it was cancelled") from None
+
+
+async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:
+    """Call a method of the router's deployment handle; None: it did not answer in time."""
+    try:
+        return await ask(method, *arguments, timeout_s=timeout_s)
+    except NoAnswerError as error:
+        logger.warning("the router did not answer: %s", error)
     return None
 
 

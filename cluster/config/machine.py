@@ -45,7 +45,8 @@ def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> 
     The embedded pair keeps its pool: it is for tests.
     """
     drafting, model = config.drafting, config.model.model
-    is_told = config.drafters[0].is_named or drafting.drafter_pools or is_embedded(model)
+    is_named = config.drafters[0].is_named or drafting.learner is not None  # those in the verifier do not learn
+    is_told = is_named or drafting.drafter_pools or is_embedded(model)
     if is_told or drafting.num_drafters.most == 0 or not is_small(config, num_cores=num_cores, devices=devices):
         return config
     return config.with_options(speculative_config={**LOOK_UPS, **drafting.speculative_config})

@@ -9,9 +9,15 @@ from pydantic import BeforeValidator, Field
 
 from outrider.cluster.common.options import Json, Options, Positive, option
 from outrider.cluster.config.known_models import drafter_paths, path_of, usual_drafting
+from outrider.cluster.config.learner_options import LearnerOptions, read_learner
 from outrider.cluster.config.speculative_options import TABLE_KEY, parse_speculative_config
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
-from outrider.drafter_service.service.speculative_config import MAX_DRAFT_LENGTH, Location, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import (
+    MAX_DRAFT_LENGTH,
+    Location,
+    SpeculativeConfig,
+    learning_refusal,
+)
 
 
 def _range_of(value: Any) -> ReplicaRange:
@@ -24,7 +30,7 @@ Resources = Annotated[dict[str, float], Json]
 Labels = Annotated[dict[str, str], Json]
 
 # keys of a further pool beside those of `SpeculativeConfig`, and those that only the whole service has
-_POOL_KEYS = frozenset({"num_drafters", "drafter_resources", "drafter_labels"})
+_POOL_KEYS = frozenset({"num_drafters", "drafter_resources", "drafter_labels", "learner"})
 _SHARED_KEYS = frozenset({"rejection_sample_method", "state_dtype", "tensor_transport"})
 
 
@@ -41,6 +47,10 @@ class DraftingOptions(Options):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] = option(
         4, "Longest draft; 0: never speculate."
     )
+    learner: Annotated[dict[str, Any] | None, Json] = option(
+        None,
+        "Drafters learn while they serve: {} with all defaults, else as docs/learning.md says. Default: they do not.",
+    )
     # these two are objects, which the command line reads by itself
     speculative_config: Annotated[dict[str, Any], Json] = Field({})  # further keys of `SpeculativeConfig`
     drafter_pools: Annotated[tuple[dict[str, Any], ...], Json] = ()
@@ -54,6 +64,7 @@ class PoolOptions(Options):
     num_drafters: Replicas = ONE_REPLICA
     drafter_resources: Resources = Field({})
     drafter_labels: Labels = Field({})
+    learner: Annotated[LearnerOptions | None, BeforeValidator(read_learner)] = None  # None: they stay as they are
     speculative: SpeculativeConfig
 
     @property
@@ -100,7 +111,8 @@ def compose_pools(drafting: DraftingOptions, model: str | None) -> tuple[PoolOpt
     shared = {"num_speculative_tokens": drafting.num_speculative_tokens, **placed}
     own = {"model": drafting.draft_model, "draft_tensor_parallel_size": drafting.draft_tensor_parallel_size}
     first = {**({} if is_told else usual_drafting(model)), **given, **shared, **own}
-    pools = {FIRST_POOL: _pool(FIRST_POOL, {**first, "num_drafters": drafting.num_drafters}, model, is_named=is_named)}
+    only_first = {"num_drafters": drafting.num_drafters, "learner": drafting.learner}
+    pools = {FIRST_POOL: _pool(FIRST_POOL, {**first, **only_first}, model, is_named=is_named)}
     shared |= {key: given[key] for key in _SHARED_KEYS & given.keys()}
     for values in drafting.drafter_pools:
         pool = _further_pool(values, shared, model)
@@ -134,8 +146,21 @@ def _pool(name: str, values: Mapping[str, Any], model: str | None, *, is_named: 
     own = {key: values[key] for key in _POOL_KEYS & values.keys()}
     speculative = parse_speculative_config({key: value for key, value in values.items() if key not in own})
     pool = PoolOptions(name=name, is_named=is_named, speculative=speculative, **own)
-    if not pool.drafts or not speculative.needs_checkpoint or checkpoint_of(speculative, model) is not None:
-        return pool
+    if pool.drafts and speculative.needs_checkpoint and checkpoint_of(speculative, model) is None:
+        pool = _without_checkpoint(pool, values)
+    if pool.learner is not None:
+        _require_learning(pool)
+    return pool
+
+
+def _without_checkpoint(pool: PoolOptions, values: Mapping[str, Any]) -> PoolOptions:
     if "method" in values:
-        raise ValueError(f"speculative_config: model: {speculative.method} needs a checkpoint")
+        raise ValueError(f"speculative_config: model: {pool.speculative.method} needs a checkpoint")
     return pool.model_copy(update={"num_drafters": ReplicaRange(0, 0)})
+
+
+def _require_learning(pool: PoolOptions) -> None:
+    """Raise `ValueError` unless the pool's drafters can learn."""
+    refusal = learning_refusal(pool.speculative) or (None if pool.drafts else "there is no drafter to learn")
+    if refusal is not None:
+        raise ValueError(f"learner: {refusal}")

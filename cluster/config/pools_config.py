@@ -16,7 +16,7 @@ from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.options import Json, Options, Port, Positive, Seconds, option
 from outrider.cluster.common.security import LinkTls, TlsConfig
 from outrider.cluster.config.model_options import ModelOptions
-from outrider.cluster.config.placement import PoolPlacement
+from outrider.cluster.config.placement import LEARNER_CPUS, PoolPlacement
 from outrider.cluster.config.pool_options import (
     ONE_REPLICA,
     DraftingOptions,
@@ -27,6 +27,7 @@ from outrider.cluster.config.pool_options import (
 )
 from outrider.cluster.config.speculative_options import split_options
 from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPolicy, check_table
+from outrider.drafter_service.learning.learner_spec import LearnerSpec
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_transports
@@ -118,6 +119,9 @@ class PoolsConfig(Options):
                 f"speculative_config: tensor_transport: {transport} is not encrypted, "
                 "the links between services are: use grpc"
             )
+        folders = [self.learner_folder(pool) for pool in self.learning.values()]
+        if len(set(folders)) < len(folders):
+            raise ValueError("learner: folder: two pools cannot share one")
         return self
 
     @property
@@ -141,6 +145,11 @@ class PoolsConfig(Options):
         return {pool.name: pool for pool in self.active if pool.is_in_pool}
 
     @property
+    def learning(self) -> dict[str, PoolOptions]:
+        """The pools that have a learner."""
+        return {name: pool for name, pool in self.pools.items() if pool.learner is not None}
+
+    @property
     def drafter_specs(self) -> list[DrafterSpec]:
         """What every drafter's ranks are told."""
         return [self.drafter_spec_of(pool) for pool in self.active]
@@ -157,6 +166,27 @@ class PoolsConfig(Options):
             max_sessions=(self.num_verifiers.most if pool.is_in_pool else 1) * self.max_num_seqs,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
+            learn_num_top=0 if pool.learner is None else pool.learner.num_top,
+        )
+
+    def learner_folder(self, pool: PoolOptions) -> str:
+        """Return where a pool's learner keeps its versions."""
+        assert pool.learner is not None
+        return pool.learner.folder_for(self.model.name, pool.name)
+
+    def learner_spec_of(self, pool: PoolOptions) -> LearnerSpec:
+        """Return what a pool's learner is told."""
+        learner = pool.learner
+        assert learner is not None
+        return LearnerSpec(
+            drafter=self.drafter_spec_of(pool),
+            pool=pool.name,
+            folder=self.learner_folder(pool),
+            settings=learner.settings,
+            max_bytes=learner.max_bytes,
+            device=learner.device,
+            num_threads=learner.num_threads,
+            seed=self.seed or 0,
         )
 
     @property
@@ -192,6 +222,16 @@ class PoolsConfig(Options):
             labels=pool.drafter_labels,
         )
 
+    def learner_placement(self, pool: PoolOptions) -> PoolPlacement:
+        """Return what a learner asks for; it stands where the pool's drafters may, which read its folder."""
+        assert pool.learner is not None
+        return PoolPlacement(
+            num_ranks=1,
+            gpus_per_rank=pool.learner.num_gpus,
+            cpus_per_rank=LEARNER_CPUS,
+            labels=pool.drafter_labels,
+        )
+
     @property
     def num_ranks(self) -> int:
         """The ranks of all pools at their largest."""
@@ -199,8 +239,8 @@ class PoolsConfig(Options):
 
     @property
     def num_shells(self) -> int:
-        """The replicas of all pools at their largest, without their ranks."""
-        return sum(pool.num_drafters.most for pool in self.pools.values())
+        """The replicas of all pools at their largest, and their learners, without ranks."""
+        return sum(pool.num_drafters.most for pool in self.pools.values()) + len(self.learning)
 
 
 def _split_speculative(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,16 +135,22 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        """Refuse several gateways, doors that anyone can open, and rules that bias what a trainer learns."""
+        """Refuse several gateways, and rules that bias what a trainer learns."""
         if not self.verifiers.rollouts:
             return self
         if self.gateway.num_gateways.most > 1:
             raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
         require_lossless(self.speculative.rejection_sample_method)
+        return self
+
+    @model_validator(mode="after")
+    def _check_doors(self) -> Self:
+        """Refuse doors that anyone can open: whoever passes changes the weights."""
+        opened = "rollouts" if self.verifiers.rollouts else "learner" if self.learning else None
         is_closed = self.gateway.api_key_hashes or self.gateway.ssl_ca_certs is not None
-        if not is_closed and self.host not in LOOPBACK:  # whoever passes changes the weights
+        if opened is not None and not is_closed and self.host not in LOOPBACK:
             needed = "give --api-key or --ssl-ca-certs"
-            raise ValueError(f"rollouts: on host {self.host} anyone could change the weights; {needed}")
+            raise ValueError(f"{opened}: on host {self.host} anyone could change the weights; {needed}")
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ import grpc
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
+from outrider.cluster.gateway.internal_ids import internal_id
 from outrider.cluster.gateway.journal import Attempts, Journal
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
@@ -194,21 +195,20 @@ class RoutedBackend:
         attempts = Attempts(failover_timeout_s=self._failover_timeout_s)
         with self._turnover.entered() as ticket, self._group_of(request) as group:
             while journal.ending is None:
-                # two clients may choose the same id: inside the fleet every attempt has its own
-                internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
-                assignment = await self._place(internal_id, journal, attempts, group)
-                message, version = journal.continuation(internal_id, assignment.plan), journal.weight_version
+                name = internal_id(self._gateway_id, next(self._serial), request.request_id)
+                assignment = await self._place(name, journal, attempts, group)
+                message, version = journal.continuation(name, assignment.plan), journal.weight_version
                 try:
                     async with contextlib.aclosing(self._attempt(assignment, message)) as outputs:
                         async for output in outputs:
                             self._turnover.begin(ticket)
                             yield journal.publish(output)
                             if version not in ("", output.weight_version):
-                                _warn_of_other_weights(internal_id, version, output.weight_version)
+                                _warn_of_other_weights(name, version, output.weight_version)
                             version = ""
                 except _VerifierLost as loss:
                     group.forget(assignment)
-                    self._count_loss(internal_id, assignment, loss, journal, attempts)
+                    self._count_loss(name, assignment, loss, journal, attempts)
             if journal.finish_reason is None:
                 yield journal.last_output()
 
@@ -236,12 +236,12 @@ class RoutedBackend:
             if group.num_members == 0:
                 del self._groups[request.group_id]
 
-    async def _place(self, internal_id: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
+    async def _place(self, name: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
         """Wait for a verifier that takes the request; return its assignment."""
         request = journal.request
         while True:
             ask = RouteAsk(
-                request_id=internal_id,
+                request_id=name,
                 num_prompt_tokens=len(request.prompt_token_ids) + len(journal.token_ids),
                 num_speculative_tokens=request.sampling.num_speculative_tokens,
                 excluded_verifier_ids=attempts.excluded_verifier_ids,
@@ -256,14 +256,14 @@ class RoutedBackend:
                 await asyncio.sleep(attempts.none_found(self._clock()))
 
     def _count_loss(
-        self, internal_id: str, assignment: Assignment, loss: _VerifierLost, journal: Journal, attempts: Attempts
+        self, name: str, assignment: Assignment, loss: _VerifierLost, journal: Journal, attempts: Attempts
     ) -> None:
         has_published = journal.close_account()
         if journal.ending is not None:
             return
         logger.warning(
             "request %s lost verifier %s after %d tokens: %s",
-            internal_id,
+            name,
             assignment.verifier_id,
             len(journal.token_ids),
             loss,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.cluster.monitoring.learner_load import learner_load
 from outrider.cluster.router.fleet import (
     DrafterReport,
     DrafterState,
@@ -32,6 +33,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     late_share              late drafts / drafts that arrived; null: none arrived
     mean_lateness_s         by which late drafts missed their deadline
     accepted_per_round      recent accepted tokens per round of a drafter, mean over verifiers
+    learners                see `learner_load`
     hit_rate                asks answered by running ahead / asks for which it was tried; null: none
     """
     if snapshot is None:
@@ -48,6 +50,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
         "decisions": [
             {"decision": item.decision, "reason": item.reason, "count": item.count} for item in snapshot.decisions
         ],
+        "learners": [learner_load(status) for status in snapshot.learners],
         "placements": [{"reason": item.reason.value, "count": item.count} for item in snapshot.placements],
     }
 

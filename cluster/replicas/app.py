@@ -1,4 +1,4 @@
-"""The Serve application: gateway, router, verifiers and drafters are its deployments.
+"""The Serve application: gateway, router, verifiers, drafters and their learners are its deployments.
 
 `serve run outrider.cluster.app:build_app` serves the embedded pair; options follow as `key=value` and are those of
 `ServiceConfig`.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -23,10 +24,11 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.directory_replica import DirectoryReplica
 from outrider.cluster.replicas.drafter_replica import DrafterReplica
 from outrider.cluster.replicas.gateway_replica import GatewayReplica
+from outrider.cluster.replicas.learner_replica import LearnerReplica
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
-from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment
+from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment, learner_deployment
 from outrider.drafter_service.service.drafter_spec import common_state_taps
 
 MAX_ONGOING_REQUESTS = 4096
@@ -37,6 +39,7 @@ VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _
 DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
 UPSCALE_DELAY_S = 5.0
 DOWNSCALE_DELAY_S = 60.0
+LEARNER_HEALTH_TIMEOUT_S = 30.0  # no request waits for a learner
 TO_ZERO_DELAY_S = 600.0  # a pool restarts slowly from zero
 
 
@@ -82,7 +85,9 @@ def build(config: ServiceConfig) -> Application:
         max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )
     # Serve deploys everything that the ingress is bound to
-    return gateway.bind(config, router, verifier.bind(config, router), *_drafter_pools(config, router))
+    learners = _learners(config, router)
+    pools = _drafter_pools(config, router, learners)
+    return gateway.bind(config, router, learners, verifier.bind(config, router), *pools)
 
 
 def build_drafters(config: DraftersConfig) -> Application:
@@ -90,7 +95,8 @@ def build_drafters(config: DraftersConfig) -> Application:
     config = config.with_options(device=config.model.settled_device)
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
     directory = _deployment(DirectoryReplica, "Directory", num_replicas=1)
-    return directory.bind(config, router, *_drafter_pools(config, router))
+    learners = _learners(config, router)
+    return directory.bind(config, router, learners, *_drafter_pools(config, router, learners))
 
 
 def build_drafters_app(options: dict[str, Any]) -> Application:
@@ -101,7 +107,21 @@ def build_drafters_app(options: dict[str, Any]) -> Application:
         raise OptionsError(str(error)) from error
 
 
-def _drafter_pools(config: PoolsConfig, router: Application) -> list[Application]:
+def _learners(config: PoolsConfig, router: Application) -> dict[str, Application]:
+    """Bind the learner of every pool that has one."""
+    return {
+        name: _deployment(
+            LearnerReplica,
+            learner_deployment(name),
+            num_replicas=1,
+            **config.learner_placement(pool).serve_options,
+            health_check_timeout_s=LEARNER_HEALTH_TIMEOUT_S,
+        ).bind(config, router, name)
+        for name, pool in config.learning.items()
+    }
+
+
+def _drafter_pools(config: PoolsConfig, router: Application, learners: Mapping[str, Application]) -> list[Application]:
     """Bind every drafter pool."""
     return [
         _deployment(
@@ -110,7 +130,7 @@ def _drafter_pools(config: PoolsConfig, router: Application) -> list[Application
             **_scaling(pool.num_drafters, DRAFTER_TARGETS),
             **config.drafter_placement(pool).serve_options,
             graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-        ).bind(config, router, name)
+        ).bind(config, router, name, learners.get(name))
         for name, pool in config.pools.items()
     ]
 

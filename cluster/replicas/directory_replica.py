@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -11,12 +12,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
 
+from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
+from outrider.cluster.api.openai.endpoints import prepare
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.common.security import bind
 from outrider.cluster.config.drafters_config import DraftersConfig
+from outrider.cluster.config.service_config import LOOPBACK
+from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.routed_backend import RouterClient
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
@@ -30,7 +35,10 @@ SERVER_GRACE_S = 0.5
 class DirectoryReplica:
     """The directory as a Serve replica. `pools` is not used: Serve deploys the pools because they are arguments."""
 
-    async def __init__(self, config: DraftersConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: DraftersConfig, router: Any, learners: Mapping[str, Any], *pools: Any
+    ) -> None:
+        """`learners`: the handles of the learners, by their pools' names."""
         configure_logging(config.log_format, replica="directory")
         self._router = RouterClient(router, config.router_policy)
         self._tasks = BackgroundTasks()
@@ -40,6 +48,11 @@ class DirectoryReplica:
             FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         )
         self._api = _api(registry)
+        if config.learning:
+            control = LearnerControl(learners, lambda: self._router.snapshot)
+            add_learner_status(self._api, control)
+            if config.host in LOOPBACK:  # this port asks for no key: whoever passes changes the weights
+                add_learner_actions(self._api, control)
         self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
         servicer = DirectoryServicer(
             lambda report: ask_router(router.report_verifier, report),
@@ -63,6 +76,7 @@ class DirectoryReplica:
 
 def _api(registry: CollectorRegistry) -> FastAPI:
     app = FastAPI(openapi_url=None)
+    prepare(app)
 
     @app.get("/health")
     async def health() -> Response:

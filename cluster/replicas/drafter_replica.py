@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -12,22 +13,26 @@ from typing import Any
 from ray import serve
 
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask, ask_router
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.learner_visits import ANSWER_TIMEOUT_S, LearnerVisits
 from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
+from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
+from outrider.verifier_service.model.architectures import resolve_folder
 
 QUIET_S = 1.0  # a drafter without an ask for so long is idle, even if it holds sessions
 
@@ -85,10 +90,24 @@ class ShellPort:
             raise EngineDeadError(str(error)) from error
 
 
+def learner_visits(drafter_id: str, spec: DrafterSpec, learner: Any, port: ShellPort) -> LearnerVisits:
+    """Return a drafter's visits to the learner behind a handle."""
+    looks_up = any(method in MODEL_FREE for method in spec.speculative.all_methods)
+    return LearnerVisits(
+        drafter_id,
+        own_folder="" if spec.model is None else str(resolve_folder(spec.model)),
+        visit=functools.partial(ask, learner.visit, timeout_s=ANSWER_TIMEOUT_S),
+        texts=functools.partial(ask, learner.texts, timeout_s=ANSWER_TIMEOUT_S) if looks_up else None,
+        control=port.control,
+        clock=time.monotonic,
+    )
+
+
 class DrafterReplica:
     """One replica of a drafter pool."""
 
-    async def __init__(self, config: PoolsConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: PoolsConfig, router: Any, pool: str, learner: Any = None) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`learner` is the handle of the pool's learner; None: it has none."""
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
@@ -103,6 +122,7 @@ class DrafterReplica:
         self._drafter_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
         self._epoch = time.time_ns()
+        self._visits = None if learner is None else learner_visits(self._drafter_id, spec, learner, self._port)
         transports = config.tensor_transports
         spec = dataclasses.replace(spec, tensor_host=internal_address(config.links) if transports else "")
         ranks = RankActors(spec, placement.num_ranks, num_gpus=placement.gpus_per_rank)
@@ -123,10 +143,15 @@ class DrafterReplica:
             lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
             config.links.server_credentials,
         )
+        if self._visits is not None:
+            await self._visits.visit_once()  # so that the first draft is already one of the version that serves
+            self._host.tasks.start(self._visits.run(), "visit the learner")
         self._host.tasks.start(self._report_forever(), "report to the router")
 
     def _on_update(self, update: DrafterUpdate) -> None:
         self._port.on_update(update)
+        if self._visits is not None:
+            self._visits.take(update)
 
     def _on_failure(self, reason: str) -> None:
         self._port.fail(reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, start_grpc_server
 from outrider.cluster.api.http_server import HttpsServer
+from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.api.rollouts.doors import TrainerDoors
@@ -27,6 +29,7 @@ from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
@@ -51,9 +54,13 @@ GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
 class GatewayReplica:
     """One replica of the gateway. `pools` is not used: Serve deploys the pools because they are arguments."""
 
-    async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServiceConfig, router: Any, learners: Mapping[str, Any], *pools: Any
+    ) -> None:
+        """`learners`: the handles of the learners, by their pools' names."""
         self._drain_timeout_s = config.drain_timeout_s
         self._router = RouterClient(router, config.router_policy)
+        self._learners = LearnerControl(learners, lambda: self._router.snapshot)
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
         gateway_id = serve.get_replica_context().replica_id.unique_id
@@ -71,6 +78,7 @@ class GatewayReplica:
             config.logprobs_mode,
             adapters=tuple(config.verifiers.lora_modules),
             rollouts=config.verifiers.rollouts,
+            learns=bool(config.learning),
         )
         memory = memory_of(config)
         self._backend = RoutedBackend(
@@ -125,6 +133,9 @@ class GatewayReplica:
         app = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if config.verifiers.rollouts:
             add_trainer_routes(app, self._trainer_doors(config))
+        if config.learning:
+            add_learner_status(app, self._learners)
+            add_learner_actions(app, self._learners)
         api: ASGIApp = app
         if self._tracing is not None:
             api = self._tracing.middleware(api)
@@ -142,6 +153,7 @@ class GatewayReplica:
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
             tensor_parallel_size=config.verifiers.tensor_parallel_size,
+            learners=self._learners,
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -220,6 +232,7 @@ def model_info(
     *,
     adapters: tuple[str, ...] = (),
     rollouts: bool = False,
+    learns: bool = False,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -234,4 +247,5 @@ def model_info(
         logprobs_mode=logprobs_mode,
         adapters=adapters,
         rollouts=rollouts,
+        learns=learns,
     )

@@ -6,6 +6,7 @@ there, and `serve run` goes on waiting.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,11 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
+from outrider.cluster.common.api_keys import with_api_key_hashes
+from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.app import OptionsError, build_app
 from outrider.cluster.router.fleet import RouterPolicy, with_changes
-from outrider.cluster.router.serve_scaling import ServicePolicy
+from outrider.cluster.router.serve_scaling import ServicePolicy, is_learner, learner_deployment
 
 IMPORT_PATH = "outrider.cluster.app:build_app"
 POLICY_PATH = "outrider.cluster.serve_scaling:ServicePolicy"
@@ -54,6 +57,8 @@ def _schema(text: str) -> ServeDeploySchema:
 
 def _check(application: ServeApplicationSchema) -> None:
     build_app(dict(application.args))
+    config = ServiceConfig(**with_api_key_hashes(application.args, os.environ))
+    learners = {learner_deployment(name): pool.learner for name, pool in config.learning.items()}
     policy = application.autoscaling_policy or {}
     if policy.get("policy_function") == POLICY_PATH:
         settings = dict(policy.get("policy_kwargs") or {})
@@ -62,3 +67,8 @@ def _check(application: ServeApplicationSchema) -> None:
     for deployment in application.deployments:
         if deployment.name == "Router" and isinstance(deployment.user_config, Mapping):
             with_changes(RouterPolicy(), deployment.user_config)
+        if isinstance(deployment.user_config, Mapping) and is_learner(deployment.name):
+            learner = learners.get(deployment.name)
+            if learner is None:
+                raise ValueError(f"deployments: {deployment.name}: no such pool learns")
+            learner.changed_settings(deployment.user_config)

@@ -21,7 +21,7 @@ LONG_START_TIMEOUT_S = 1800.0  # vLLM also compiles its model
 
 
 class RankMain(Protocol):
-    """An engine's spec: `VerifierSpec`, `VllmSpec`, `DrafterSpec` or `ColocatedSpec`."""
+    """An engine's spec: `VerifierSpec`, `VllmSpec`, `DrafterSpec`, `ColocatedSpec` or `LearnerSpec`."""
 
     def run_rank(self, rank: RankSpec) -> None:
         """Run one rank until its shell, or rank 0, is gone."""
@@ -43,8 +43,16 @@ RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators are badly 
 class RankActors:
     """The ranks of one engine. They end with their replica; once one has ended, the group cannot go on."""
 
-    def __init__(self, spec: RankMain, size: int, *, num_gpus: float, timeout_s: float = START_TIMEOUT_S) -> None:
-        """`timeout_s`: the longest time that a rank may take to load."""
+    def __init__(
+        self,
+        spec: RankMain,
+        size: int,
+        *,
+        num_gpus: float,
+        num_cpus: float = RANK_CPUS,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """`num_gpus`, `num_cpus`: of each rank. `timeout_s`: the longest time that a rank may take to load."""
         self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
         ranks = [RankSpec(rank=rank, size=size, folder=self._folder) for rank in range(size)]
@@ -56,7 +64,7 @@ class RankActors:
             for rank in range(size)
         ]
         self._actors = [
-            RankActor.options(num_cpus=RANK_CPUS, num_gpus=num_gpus, scheduling_strategy=strategy).remote()
+            RankActor.options(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=strategy).remote()
             for strategy in strategies
         ]
         self._pids = [actor.pid.remote() for actor in self._actors]

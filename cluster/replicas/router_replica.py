@@ -21,6 +21,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.router import RouterCore
 from outrider.cluster.router.routing import NoVerifierError
+from outrider.drafter_service.learning.messages import LearnerStatus
 
 
 class RouterReplica:
@@ -44,6 +45,9 @@ class RouterReplica:
 
     async def report_drafter(self, report: DrafterReport) -> None:
         self._core.report_drafter(report, time.time())
+
+    async def report_learner(self, status: LearnerStatus) -> None:
+        self._core.report_learner(status, time.time())
 
     async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
         """Store a gateway's metrics; return the other gateways'."""

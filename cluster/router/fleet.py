@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.common.hints import did_you_mean
+from outrider.drafter_service.learning.messages import LearnerStatus
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineLoad, StepTime
 from outrider.verifier_service.messages.link import DrafterEndpoint
@@ -180,6 +181,7 @@ class FleetSnapshot:
     decided_at_s: float
     decisions: tuple[DecisionCount, ...] = ()
     placements: tuple[PlacementCount, ...] = ()
+    learners: tuple[LearnerStatus, ...] = ()  # of the pools whose drafters learn while they serve
     is_stopping: bool = False  # the service takes no new requests
 
     def with_counts(

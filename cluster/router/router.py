@@ -27,6 +27,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.planning import VerifierMemory, decision_of, plan_speculation
 from outrider.cluster.router.routing import route
+from outrider.drafter_service.learning.messages import LearnerStatus
 
 
 class RouterCore:
@@ -37,6 +38,7 @@ class RouterCore:
         self.is_stopping = False  # told to every gateway
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
+        self._learners: dict[str, tuple[float, LearnerStatus]] = {}  # of each pool that has one, when it reported
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._placements: Counter[PlacementReason] = Counter()
         self._started_s: float | None = None  # time of the first report
@@ -81,6 +83,10 @@ class RouterCore:
         self._drafters[report.drafter_id] = DrafterState(report=report, reported_s=now_s)
         self._heard_ids.add(report.drafter_id)
 
+    def report_learner(self, status: LearnerStatus, now_s: float) -> None:
+        """Store what a pool's learner is at: for operators, nothing is decided by it."""
+        self._learners[status.pool] = now_s, status
+
     def route(self, ask: RouteAsk, now_s: float) -> Assignment:
         """Place a new request, and count it as load until the replicas' next reports."""
         self._expire(now_s)
@@ -123,6 +129,7 @@ class RouterCore:
         silent = [id_ for id_, drafter in self._drafters.items() if not is_fresh(drafter.reported_s, now_s, policy)]
         for replica_id in silent:
             del self._drafters[replica_id]
+        self._learners = {pool: last for pool, last in self._learners.items() if is_fresh(last[0], now_s, policy)}
 
     def _memory_for(self, report: VerifierReport) -> VerifierMemory:
         """Return what is remembered of a verifier: nothing of one that is new or restarted."""
@@ -146,6 +153,7 @@ class RouterCore:
             verifiers=tuple([verifier.state for verifier in self._verifiers.values()]),
             drafters=tuple(self._drafters.values()),
             decided_at_s=now_s,
+            learners=tuple([status for _, status in self._learners.values()]),
             is_stopping=self.is_stopping,
         )
 

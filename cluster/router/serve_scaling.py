@@ -35,12 +35,23 @@ logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: t
 GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
 
 _DRAFTERS = "Drafter"  # the first pool's deployment
+_LEARNERS = "Learner"  # the same of its learner
 _JOINT = "-"  # between that and another pool's name
 
 
 def drafter_deployment(pool: str) -> str:
     """Return the name of a drafter pool's deployment."""
     return _DRAFTERS if pool == FIRST_POOL else f"{_DRAFTERS}{_JOINT}{pool}"
+
+
+def learner_deployment(pool: str) -> str:
+    """Return the name of the deployment of a pool's learner."""
+    return _LEARNERS if pool == FIRST_POOL else f"{_LEARNERS}{_JOINT}{pool}"
+
+
+def is_learner(deployment: str) -> bool:
+    """Tell whether a deployment is a pool's learner."""
+    return deployment.partition(_JOINT)[0] == _LEARNERS
 
 
 def _pool_of(deployment: str) -> str | None:

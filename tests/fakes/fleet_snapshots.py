@@ -12,6 +12,7 @@ from outrider.cluster.router.fleet import (
     PlacementReason,
     VerifierState,
 )
+from outrider.drafter_service.learning.messages import LearnerStatus, Phase, VersionRecord
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters, VersionCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -109,8 +110,37 @@ IDLE_DRAFTER = DrafterReport(
 )
 
 
+LEARNER = LearnerStatus(
+    pool="default",
+    phase=Phase.WATCH,
+    serving="v4",
+    num_samples=37,
+    num_bytes=3 << 20,
+    num_seen=402,
+    num_dropped=13,
+    num_steps=150,
+    loss=0.875,
+    train_s=61.5,
+    num_candidates=7,
+    num_published=4,
+    num_refused=3,
+    num_rolled_back=2,
+    last_event="v4 serves: in 512 rounds of its trial it named 0.25 tokens more than v2",
+    versions=(
+        VersionRecord(name="v2", fate="replaced by v4", num_rounds=400, num_draft_tokens=1600, num_named_tokens=700),
+        VersionRecord(name="v3", fate="refused: worse on held-out text"),
+        VersionRecord(
+            name="v4", is_serving=True, fate="serves", num_rounds=80, num_draft_tokens=320, num_named_tokens=160
+        ),
+    ),
+)
+
+
 def busy_fleet() -> FleetSnapshot:
-    """Return v0 (busy, drafting) and v1 (draining, idle, never stepped), d0 (linked to both) and d1 (draining)."""
+    """Return v0 (busy, drafting) and v1 (draining, idle, never stepped), d0 (linked to both) and d1 (draining).
+
+    The first pool learns.
+    """
     return FleetSnapshot(
         verifiers=(
             VerifierState(
@@ -135,4 +165,5 @@ def busy_fleet() -> FleetSnapshot:
             DecisionCount(decision="on", reason="pays", count=31),
         ),
         placements=(PlacementCount(reason=PlacementReason.PREFIX, count=42),),
+        learners=(LEARNER,),
     )

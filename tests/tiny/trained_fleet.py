@@ -24,6 +24,7 @@ from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
@@ -194,7 +195,12 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     control = FleetControl.over_links(client, None)
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
-        gateway=gateway, fleet=control, is_healthy=is_healthy, model_path=str(folder / "v0"), tensor_parallel_size=1
+        gateway=gateway,
+        fleet=control,
+        is_healthy=is_healthy,
+        model_path=str(folder / "v0"),
+        tensor_parallel_size=1,
+        learners=LearnerControl({}, lambda: client.snapshot),
     )
     add_trainer_routes(app, doors)
     transport = httpx.ASGITransport(app=app)

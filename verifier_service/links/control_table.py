@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 import grpc
 
@@ -12,10 +13,17 @@ from outrider.verifier_service.messages.engine import CONTROLS, Control, Control
 from outrider.verifier_service.messages.wire import decode, encode
 
 
+class Call(Protocol):
+    """A message that the engine answers by a `ControlResult` of the same id."""
+
+    @property
+    def call_id(self) -> str: ...
+
+
 class ControlTable:
     """The pending calls of one engine, by their `call_id`. All methods are for the event loop's thread."""
 
-    def __init__(self, send: Callable[[Control], None]) -> None:
+    def __init__(self, send: Callable[[Call], None]) -> None:
         """`send` hands a message to the engine; raises `ConnectionError` if there is none."""
         self._send = send
         self._pending: dict[str, asyncio.Future[ControlResult]] = {}
@@ -23,7 +31,7 @@ class ControlTable:
     def __len__(self) -> int:
         return len(self._pending)
 
-    async def call(self, message: Control) -> ControlResult:
+    async def call(self, message: Call) -> ControlResult:
         """Send a message and wait for its result, however long the engine takes.
 
         Raises `ValueError` for an id that waits already, `ConnectionError` if the engine is gone or goes meanwhile.

@@ -61,7 +61,7 @@ def build_api(
     `is_healthy` answers /health and, unless the gateway drains, /ready. /metrics shows `metrics`; None: its own.
     """
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
-    app.state.body_timeout_s = body_timeout_s
+    prepare(app, body_timeout_s)
     chats = Chats(syntax=reply_syntax or ReplySyntax(response_template=gateway.text.response_template))
     _add_generation_routes(app, gateway, wall_clock, chats)
     _add_responses_routes(app, gateway, wall_clock, chats)
@@ -69,11 +69,16 @@ def build_api(
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
     add_web_page(app)
+    return app
+
+
+def prepare(app: FastAPI, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
+    """Have an application read bodies by `read_json`, and answer errors in OpenAI's form."""
+    app.state.body_timeout_s = body_timeout_s
     app.add_exception_handler(OutriderError, _on_outrider_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    return app
 
 
 def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:

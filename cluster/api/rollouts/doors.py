@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from outrider.cluster.common.errors import InvalidRequest, OutriderError, mapping_of, text_of
 from outrider.cluster.gateway.fleet_control import FleetControl, FleetResult
 from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.learner_control import LearnerControl
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class TrainerDoors:
     is_healthy: Callable[[], Awaitable[bool]]
     model_path: str
     tensor_parallel_size: int
+    learners: LearnerControl
 
     @property
     def dtype(self) -> str | None:

@@ -9,6 +9,7 @@ const HISTORY_S = 120;
 const GAP_S = 4; // a longer time between two answers: the view was hidden
 const CHART_HEIGHT = 32; // drawing units; one unit of width is a second
 const FULL_KV = 0.9; // above it, preemptions are near
+const SHOWN_VERSIONS = 3; // of a learner's
 const OLD_SNAPSHOT_S = 3; // the router has missed several intervals
 
 const history = []; // {seconds, rate}, oldest first
@@ -59,6 +60,8 @@ function render(load) {
   showHistory(load.totals.tokens_per_s);
   fill("verifiers", load.verifiers.map(verifierRow));
   fill("drafters", load.drafters.map(drafterRow));
+  field("learning").hidden = !load.learners.length;
+  fill("learners", load.learners.map(learnerRow));
   const total = load.decisions.reduce((sum, row) => sum + row.count, 0);
   const sorted = [...load.decisions].sort((a, b) => b.count - a.count);
   fill("decisions", sorted.map((row) => decisionRow(row, total)));
@@ -138,6 +141,20 @@ function drafterRow(row) {
     milliseconds(row.mean_draft_s || null),
     row.num_links_up,
     row.num_circuits_open ? badge(row.num_circuits_open, "bad") : 0,
+  ];
+}
+
+function learnerRow(row) {
+  const drafted = row.versions.filter((version) => version.named_per_round != null).slice(-SHOWN_VERSIONS);
+  const named = drafted.map((version) => `${version.name} ${number(version.named_per_round, 2)}`);
+  return [
+    row.pool,
+    badge(row.phase, row.phase === "paused" ? "warn" : "good"),
+    row.serving,
+    row.num_samples,
+    row.num_steps,
+    named.join(", ") || NOTHING,
+    row.last_event || NOTHING,
   ];
 }
 

@@ -57,6 +57,21 @@ def test_every_figure_has_its_heading():
         assert row_of(text, role) == [role, *names.split()]
 
 
+def test_a_learner_shows_what_serves_and_what_its_versions_brought():
+    text = shown(STATE)
+    headings = "of phase serving samples steps named per round last event"
+    assert row_of(text, "learner") == ["learner", *headings.split()]
+    row = row_of(text, "default", "watch")
+    assert row[:9] == ["default", "watch", "v4", "37", "150", "v2", "1.75,", "v4", "2.00"]
+    assert row[9:12] == ["v4", "serves:", "in"]
+
+
+@pytest.mark.parametrize("load", [{"learners": []}, {}])
+def test_where_nothing_learns_nothing_is_said_of_learners(load: dict[str, list[str]]):
+    rest = {name: value for name, value in STATE.load.items() if name != "learners"}
+    assert "learner" not in shown(replace(STATE, load=rest | load))
+
+
 def test_a_frame_fits_the_widest_names_and_figures():
     verifier = {
         **STATE.load["verifiers"][0],

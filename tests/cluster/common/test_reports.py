@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask_router, news_or_interval
+from outrider.cluster.common.reports import REPORT_INTERVAL_S, NoAnswerError, ask, ask_router, news_or_interval
 
 
 class Method:
@@ -50,6 +50,14 @@ async def test_a_router_that_hangs_is_given_up_and_its_call_cancelled():
 async def test_a_router_that_is_away_is_no_failure(error: Exception, caplog: pytest.LogCaptureFixture):
     assert await ask_router(Method(error)) is None
     assert type(error).__name__ in caplog.text
+
+
+@pytest.mark.parametrize("answer", [RayActorError(), asyncio.CancelledError(), TimeoutError()])
+async def test_a_replica_that_does_not_answer_is_an_error_that_says_why(answer: BaseException):
+    with pytest.raises(NoAnswerError, match=r"\w"):
+        await ask(Method(answer), timeout_s=5.0)
+    with pytest.raises(NoAnswerError, match="TimeoutError"):
+        await ask(Method(delay_s=60.0), timeout_s=0.05)
 
 
 async def test_a_call_that_serve_cancels_is_a_router_that_is_away():

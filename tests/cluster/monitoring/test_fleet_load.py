@@ -57,6 +57,32 @@ def test_every_replica_is_described():
     assert (load["drafters"][1]["num_links_up"], load["drafters"][1]["num_circuits_open"]) == (1, 1)
 
 
+def test_learners_are_described_with_what_their_versions_brought():
+    (learner,) = fleet_load(busy_fleet(), DECIDED_AT_S)["learners"]
+    assert {name: value for name, value in learner.items() if name != "versions"} == {
+        "pool": "default",
+        "phase": "watch",
+        "serving": "v4",
+        "num_samples": 37,
+        "num_bytes": 3 << 20,
+        "num_seen": 402,
+        "num_dropped": 13,
+        "num_steps": 150,
+        "loss": 0.875,
+        "train_s": 61.5,
+        "num_candidates": 7,
+        "num_published": 4,
+        "num_refused": 3,
+        "num_rolled_back": 2,
+        "last_event": "v4 serves: in 512 rounds of its trial it named 0.25 tokens more than v2",
+    }
+    found = [
+        (each["name"], each["is_serving"], each["acceptance"], each["named_per_round"]) for each in learner["versions"]
+    ]
+    assert found == [("v2", False, 0.4375, 1.75), ("v3", False, None, None), ("v4", True, 0.5, 2.0)]
+    assert fleet_load(None, 0.0)["learners"] == []
+
+
 def test_totals_and_decisions_are_those_of_the_whole_fleet():
     load = fleet_load(busy_fleet(), DECIDED_AT_S)
     assert load["totals"] == {

@@ -107,7 +107,7 @@ def test_steps_and_drafts_are_counted():
 
 def test_acceptance_is_shown_by_version_of_the_weights_and_who_has_not_followed():
     shown = samples(registry_of(busy_fleet()))
-    assert {name: value for name, value in shown.items() if "version_" in name or "behind" in name} == {
+    assert {name: value for name, value in shown.items() if "weight_version" in name or "behind" in name} == {
         "outrider_version_draft_tokens_total{engine=v0,weight_version=v6}": 80,
         "outrider_version_draft_tokens_total{engine=v0,weight_version=v7}": 40,
         "outrider_version_accepted_tokens_total{engine=v0,weight_version=v6}": 72,
@@ -134,6 +134,30 @@ def test_a_scrape_has_the_names_of_the_page_and_no_others():
     definitions = (*GATEWAY_DEFINITIONS, *FLEET_DEFINITIONS)
     assert set(names) == {name for definition in definitions for name in definition.names}
     assert all(family.documentation for family in families)
+
+
+def test_learners_are_shown_by_pool_and_version():
+    shown = samples(registry_of(busy_fleet()))
+    expected = {
+        "learner_phase{phase=watch,pool=default}": 1,
+        "learner_phase{phase=training,pool=default}": 0,
+        "learner_samples{pool=default}": 37,
+        "learner_sample_bytes{pool=default}": 3 << 20,
+        "learner_seen_samples_total{pool=default}": 402,
+        "learner_dropped_samples_total{pool=default}": 13,
+        "learner_steps_total{pool=default}": 150,
+        "learner_train_seconds_total{pool=default}": 61.5,
+        "learner_candidates_total{pool=default}": 7,
+        "learner_published_total{pool=default}": 4,
+        "learner_refused_total{pool=default}": 3,
+        "learner_rolled_back_total{pool=default}": 2,
+        "learner_version_rounds_total{pool=default,version=v2}": 400,
+        "learner_version_draft_tokens_total{pool=default,version=v4}": 320,
+        "learner_version_named_tokens_total{pool=default,version=v4}": 160,
+        "learner_version_rounds_total{pool=default,version=v3}": 0,
+    }
+    for name, value in expected.items():
+        assert shown[f"outrider_{name}"] == value, name
 
 
 def test_the_page_is_up_to_date():

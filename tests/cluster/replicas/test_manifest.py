@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,33 @@ def test_what_is_wrong_is_one_line_that_names_it(tmp_path: Path, right: str, wro
     (line,) = result.output.splitlines()
     assert line.startswith(f"Error: {file}: ")
     assert said in line
+
+
+LEARNING = """
+applications:
+  - name: outrider
+    import_path: outrider.cluster.app:build_app
+    args: { device: cpu, learner: { num_steps: 7 } }
+    deployments:
+      - name: Learner
+        user_config: { sample_share: 0.5, num_steps: 9 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("sample_share", "sample_shrae", "unknown learner setting 'sample_shrae'; did you mean 'sample_share'?"),
+        ("sample_share: 0.5", "sample_share: 5", "sample_share must be at most 1"),
+        ("sample_share: 0.5", "num_threads: 2", "num_threads holds from the learner's start"),
+        ("name: Learner", "name: Learner-look", "deployments: Learner-look: no such pool learns"),
+        ("learner: { num_steps: 7 }", "seed: 1", "deployments: Learner: no such pool learns"),
+    ],
+)
+def test_a_learners_settings_are_checked_as_its_replica_will(right: str, wrong: str, said: str):
+    assert check_manifest(LEARNING) == ["outrider"]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_manifest(LEARNING.replace(right, wrong, 1))
 
 
 def test_a_manifest_of_kuberay_is_read_inside(tmp_path: Path):

@@ -17,6 +17,7 @@ from outrider.cluster.router.fleet import (
     VerifierReport,
 )
 from outrider.cluster.router.router import StaleEpochError
+from outrider.drafter_service.learning.messages import LearnerStatus
 
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
@@ -104,6 +105,19 @@ async def test_a_removed_replica_is_gone_at_once():
     await replica.remove("never seen")
     assert await replica.route(ASK) is None
     assert (await replica.snapshot()).drafters == ()
+
+
+async def test_what_learners_are_at_is_in_the_snapshot_while_they_report():
+    replica = RouterReplica(RouterPolicy(expire_after_s=0.2))
+    await replica.report_learner(LearnerStatus(pool="default", serving="v1"))
+    await replica.report_learner(LearnerStatus(pool="look"))
+    await replica.report_learner(LearnerStatus(pool="default", serving="v2"))
+    assert [(each.pool, each.serving) for each in (await replica.snapshot()).learners] == [
+        ("default", "v2"),
+        ("look", "v0"),
+    ]
+    time.sleep(0.25)
+    assert (await replica.snapshot()).learners == ()
 
 
 async def test_an_older_incarnation_is_refused():

@@ -72,6 +72,9 @@ def test_the_fleet_is_shown_and_follows_what_happens(page: Page, service: Servic
     assert page.rows("verifiers")[1][7] == "off: warmup"
     assert page.rows("drafters")[0] == ["d0", "ready", "default", "6", "1", "4.0 ms", "2", "0"]
     assert page.rows("decisions") == [["on", "pays", "31", "74 %"], ["off", "load", "11", "26 %"]]
+    learner = page.rows("learners")[0]
+    assert learner[:6] == ["default", "watch", "v4", "37", "150", "v2 1.75, v4 2.00"]
+    assert learner[6].startswith("v4 serves: in 512 rounds")
     assert page.text("#fleet-status") == "live"
     service.change(verifier_id=ATTACK, num_running=7, kv_usage=0.95, tokens_per_s=240.0)
     page.wait(lambda: page.rows("verifiers")[0][2] == "7")
@@ -81,10 +84,11 @@ def test_the_fleet_is_shown_and_follows_what_happens(page: Page, service: Servic
 
 
 def test_the_chart_breaks_where_nobody_looked_and_an_empty_table_is_as_wide_as_its_head(page: Page, service: Service):
-    service.snapshot = dataclasses.replace(service.snapshot, drafters=())
+    service.snapshot = dataclasses.replace(service.snapshot, drafters=(), learners=())
     page.open("fleet")
     page.wait(lambda: page.rows("drafters") == [["none"]])
     assert page.driver.execute_script("return document.querySelector('#drafters tbody th').colSpan") == 8
+    assert not page.find("#learning").is_displayed(), "nothing learns"
 
     def stretches() -> int:
         return page.find("#history-line").get_attribute("d").count("M")

@@ -19,6 +19,7 @@ from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.sglang_routes import add_sglang_routes
 from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
@@ -190,7 +191,14 @@ async def test_every_step_counts_as_a_verification(tokenizer: Any):
     app = FastAPI()
     app.state.body_timeout_s = 5.0
     fleet = FleetControl(NoRouter(), nobody, nobody)
-    doors = TrainerDoors(gateway=gateway, fleet=fleet, is_healthy=healthy, model_path="", tensor_parallel_size=1)
+    doors = TrainerDoors(
+        gateway=gateway,
+        fleet=fleet,
+        is_healthy=healthy,
+        model_path="",
+        tensor_parallel_size=1,
+        learners=LearnerControl({}, lambda: None),
+    )
     add_sglang_routes(app, doors)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         answer = (await client.post("/generate", json={"input_ids": PROMPT, "sampling_params": GREEDY})).json()

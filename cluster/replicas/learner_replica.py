@@ -1,0 +1,219 @@
+"""A pool's learner as a Serve replica: the shell in front of the process that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.reports import ask_router
+from outrider.cluster.config.placement import LEARNER_CPUS
+from outrider.cluster.config.pools_config import PoolsConfig
+from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.drafter_service.learning.messages import (
+    FROM_LEARNER,
+    Action,
+    Answer,
+    Ask,
+    LearnerReady,
+    LearnerSettings,
+    LearnerSettingsChange,
+    LearnerStatus,
+    LearnerUpdate,
+    Orders,
+    Reward,
+    Texts,
+    Visit,
+)
+from outrider.drafter_service.service.speculative_config import MODEL_FREE
+
+REPORT_INTERVAL_S = 0.5
+ENGINE_TIMEOUT_S = 120.0  # of silence: on busy cores, a step or a file of the idle class takes tens of seconds
+ANSWER_TIMEOUT_S = 60.0  # of an operator's call, which may copy weights
+START_TIMEOUT_S = 900.0  # it loads target and drafter where nothing else runs
+TEXTS_TIMEOUT_S = 4.0  # a new drafter waits for them
+
+ToLearner = Visit | Reward | Ask | LearnerSettingsChange
+
+
+class LearnerDesk:
+    """What a learner's process said last, and who waits for what it will say."""
+
+    def __init__(self, send: Callable[[ToLearner], None], settings: LearnerSettings) -> None:
+        """`send` passes a message to the process; raises `ConnectionError` if that is gone."""
+        self._send = send
+        self._settings, self._told = settings, settings  # the process starts with the first
+        self._last: LearnerUpdate | None = None
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._texts: dict[str, asyncio.Future[Texts]] = {}  # by drafter
+
+    @property
+    def status(self) -> LearnerStatus | None:
+        """None: the process has not said."""
+        return None if self._last is None else self._last.status
+
+    def take(self, update: LearnerUpdate) -> None:
+        """Keep what the process says, and pass answers to those who wait."""
+        if self._last is None:
+            self._settle()
+        self._last = update
+        for answer in update.answers:
+            _deliver(self._answers, answer.call_id, answer)
+        for texts in update.texts:
+            _deliver(self._texts, texts.drafter_id, texts)
+
+    def visit(self, visit: Visit, *, with_texts: bool = False) -> Orders:
+        """Pass a drafter's visit on; return the last orders. Raises `ConnectionError` if there are none.
+
+        `with_texts`: the drafter will ask for `texts`.
+        """
+        if self._last is None:
+            raise ConnectionError("the learner has not started")
+        if with_texts:
+            self._texts[visit.drafter_id] = asyncio.get_running_loop().create_future()
+        self._send(visit)
+        return self._last.orders
+
+    async def texts(self, drafter_id: str, timeout_s: float = TEXTS_TIMEOUT_S) -> Texts | None:
+        """Return the texts for a drafter that has just visited; None: there are none in time."""
+        future = self._texts.get(drafter_id)
+        if future is None:
+            return None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._texts.pop(drafter_id, None)
+
+    async def ask(self, action: Action, folder: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """Return what the process answers to an operator; an error also if it answers nothing in time."""
+        call_id = uuid.uuid4().hex
+        if self._last is None:
+            return Answer(call_id=call_id, error="the learner has not started")
+        future = self._answers[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(call_id=call_id, action=action, folder=folder))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return Answer(call_id=call_id, error=f"the learner has not answered within {timeout_s:g} s")
+        except ConnectionError as error:
+            return Answer(call_id=call_id, error=f"the learner has failed: {error}")
+        finally:
+            del self._answers[call_id]
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Pass a trainer's rewards on, by request ids; raises `ConnectionError` if there is no process."""
+        for request_id, reward in rewards.items():
+            self._send(Reward(request_id=request_id, reward=reward))
+
+    def change(self, settings: LearnerSettings) -> None:
+        """Have the process go on with other settings, also once it has started anew."""
+        self._settings = settings
+        if self._last is not None:
+            self._settle()
+
+    def fail(self, reason: str) -> None:
+        """Answer all who wait that the process is gone."""
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(ConnectionError(reason))
+
+    def _settle(self) -> None:
+        if self._settings != self._told:
+            self._send(LearnerSettingsChange(settings=self._settings))
+            self._told = self._settings
+
+
+class LearnerReplica:
+    """The learner of one pool. It answers at once, also while its process starts: then that there is none."""
+
+    async def __init__(self, config: PoolsConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logging(config.log_format, replica=f"learner/{pool}")
+        options = config.pools[pool]
+        spec, placement = config.learner_spec_of(options), config.learner_placement(options)
+        assert options.learner is not None
+        self._options = options.learner
+        self._looks_up = any(method in MODEL_FREE for method in options.speculative.all_methods)
+        self._host = EngineHost(
+            on_message=lambda update: self._desk.take(update),
+            on_failure=lambda reason: self._desk.fail(reason),
+            timeout_s=ENGINE_TIMEOUT_S,
+        )
+        self._desk = LearnerDesk(self._host.send, spec.settings)
+        self._is_started = False
+        Path(spec.folder).mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is known at once
+        ranks = RankActors(
+            spec,
+            placement.num_ranks,
+            num_gpus=placement.gpus_per_rank,
+            num_cpus=LEARNER_CPUS,
+            timeout_s=START_TIMEOUT_S,
+        )
+        self._host.tasks.start(self._live(ranks, router.report_learner), "start the learner and report")
+
+    async def _live(self, ranks: RankActors, report: Any) -> None:
+        """Wait for the process, then tell the router what it is at while it lives."""
+        ready = await self._host.start(ranks, FROM_LEARNER)
+        assert isinstance(ready, LearnerReady)
+        self._is_started = True
+        while self._host.failure is None:
+            if (status := self._desk.status) is not None:
+                await ask_router(report, status)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Change the learner's settings: those that `user_config` does not name are as configured at start.
+
+        Serve calls this at start and whenever a deployed `user_config` changes, without a restart. Raises `ValueError`
+        naming the setting, and keeps the old ones.
+        """
+        self._desk.change(self._options.changed_settings(user_config))
+
+    async def visit(self, visit: Visit) -> Orders:
+        """Take what a drafter brings; return what it shall do. Raises `ConnectionError` before the process is there."""
+        return self._desk.visit(visit, with_texts=visit.is_new and self._looks_up)
+
+    async def texts(self, drafter_id: str) -> Texts | None:
+        return await self._desk.texts(drafter_id)
+
+    async def ask(self, action: Action, folder: str = "") -> Answer:
+        """Do what an operator asks."""
+        return await self._desk.ask(action, folder)
+
+    async def reward(self, rewards: Mapping[str, float]) -> None:
+        self._desk.reward(rewards)
+
+    async def status(self) -> LearnerStatus | None:
+        return self._desk.status
+
+    async def pid(self) -> int:
+        """Return the pid of this replica's shell process."""
+        return os.getpid()
+
+    async def rank_pids(self) -> list[int]:
+        """Return the pid of the process that trains."""
+        return await self._host.rank_pids()
+
+    async def check_health(self) -> None:
+        """Raise if the learner is gone: Serve then starts it anew, and the folder has its versions."""
+        if self._is_started:
+            self._host.check()
+        else:
+            self._host.tasks.check()
+
+    async def __del__(self) -> None:
+        await self._host.close()
+
+
+def _deliver(waiting: Mapping[str, asyncio.Future[Any]], key: str, value: Any) -> None:
+    future = waiting.get(key)
+    if future is not None and not future.done():
+        future.set_result(value)

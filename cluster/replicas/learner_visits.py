@@ -1,0 +1,242 @@
+"""A drafter's visits to its pool's learner: samples and counts go there, orders come back and are followed.
+
+The drafter only pulls: one whose learner is dead or slow goes on with the weights that it has, and drops samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from outrider.cluster.common.reports import NoAnswerError
+from outrider.cluster.gateway.internal_ids import client_id
+from outrider.drafter_service.engine.learning_messages import (
+    ServedSample,
+    SetLearning,
+    TakeTexts,
+    TrialCounts,
+    VersionCounts,
+)
+from outrider.drafter_service.engine.messages import DrafterUpdate
+from outrider.drafter_service.learning.messages import FIRST_VERSION, DrafterVersion, Orders, Texts, Visit
+from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
+
+logger = logging.getLogger(__name__)
+
+VISIT_INTERVAL_S = 1.0
+ANSWER_TIMEOUT_S = 5.0  # also how long a new drafter waits for the version to serve
+MAX_VISIT_BYTES = 8 << 20
+MAX_OUTBOX_BYTES = 64 << 20
+MAX_SAMPLE_BYTES = 32 << 20  # a frame holds 64 MiB
+FIRST_RETRY_S = 2.0  # after weights were refused; then twice as long each time, for a retry delays drafts
+LAST_RETRY_S = 60.0
+
+ToEngine = SetLearning | TakeTexts | UpdateDraftWeights
+
+
+class Outbox:
+    """Samples on their way to the learner, the oldest first; where there is no room, the oldest go."""
+
+    def __init__(self, max_bytes: int = MAX_OUTBOX_BYTES, *, max_sample_bytes: int = MAX_SAMPLE_BYTES) -> None:
+        self._samples: collections.deque[ServedSample] = collections.deque()
+        self._max_bytes, self._max_sample_bytes = max_bytes, max_sample_bytes
+        self._num_bytes = 0
+        self.num_dropped = 0
+
+    def put(self, samples: Iterable[ServedSample]) -> None:
+        for sample in samples:
+            if sample.num_bytes > self._max_sample_bytes:
+                self.num_dropped += 1
+                continue
+            self._samples.append(sample)
+            self._num_bytes += sample.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._pop()
+            self.num_dropped += 1
+
+    def take(self, max_bytes: int) -> tuple[ServedSample, ...]:
+        """Return the oldest samples of so many bytes together; one that is larger comes alone."""
+        taken: list[ServedSample] = []
+        num_bytes = 0
+        while self._samples and (not taken or num_bytes + self._samples[0].num_bytes <= max_bytes):
+            taken.append(self._pop())
+            num_bytes += taken[-1].num_bytes
+        return tuple(taken)
+
+    def _pop(self) -> ServedSample:
+        sample = self._samples.popleft()
+        self._num_bytes -= sample.num_bytes
+        return sample
+
+
+class ServingWeights:
+    """The version that a drafter's engine serves, changed to what the learner orders."""
+
+    def __init__(
+        self,
+        own_folder: str,
+        control: Callable[[ToEngine], Awaitable[ControlResult]],
+        clock: Callable[[], float],
+    ) -> None:
+        """`own_folder`: of the weights that the drafter started with."""
+        self.version = FIRST_VERSION.name
+        self.error = ""  # why the last order could not be followed
+        self._own_folder, self._control, self._clock = own_folder, control, clock
+        self._is_whole = True  # False: an update broke off, or its end is not known
+        self.refused = ""  # the version that `error` is about
+        self._retry_s = 0.0
+        self._pause_s = FIRST_RETRY_S
+
+    def folder_of(self, version: DrafterVersion) -> str:
+        return version.folder or self._own_folder
+
+    async def serve(self, version: DrafterVersion) -> None:
+        """Have the engine take a version, unless it has it or has just refused it."""
+        is_there = self._is_whole and version.name == self.version
+        is_too_soon = version.name == self.refused and self._clock() < self._retry_s
+        if is_there or is_too_soon:
+            return
+        self._is_whole = False
+        result = await self._control(
+            UpdateDraftWeights(call_id=_new_id(), folder=self.folder_of(version), weight_version=version.name)
+        )
+        if result.error is None:
+            self.version, self.error, self.refused, self._is_whole = version.name, "", "", True
+            return
+        logger.warning("the drafter could not take version %s: %s", version.name, result.error)
+        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S) if version.name == self.refused else FIRST_RETRY_S
+        self.error, self.refused = result.error, version.name
+        self._retry_s = self._clock() + self._pause_s
+
+
+class LearnerVisits:
+    """Brings samples and counts to the learner, and has the engine follow its orders."""
+
+    def __init__(
+        self,
+        drafter_id: str,
+        *,
+        own_folder: str,
+        visit: Callable[[Visit], Awaitable[Orders]],
+        control: Callable[[ToEngine], Awaitable[ControlResult]],
+        clock: Callable[[], float],
+        texts: Callable[[str], Awaitable[Texts | None]] | None = None,
+        outbox: Outbox | None = None,
+    ) -> None:
+        """`visit` and `texts` ask the learner, and raise `NoAnswerError`; `texts` is for drafters that look tokens up.
+
+        `control` passes a message to the draft engine and raises `ConnectionError` if that is gone.
+        """
+        self._drafter_id = drafter_id
+        self._visit, self._texts, self._control = visit, texts, control
+        self._outbox = outbox or Outbox()
+        self._weights = ServingWeights(own_folder, control, clock)
+        self._learning = SetLearning(call_id="")  # as the engine has it
+        self._trial: TrialCounts | None = None
+        self._versions: tuple[VersionCounts, ...] = ()
+        self._shadow_error = ""
+        self._num_dropped = 0  # by the engine, and with visits that were not answered
+        self._is_new = True
+        self._is_answered = True
+
+    def take(self, update: DrafterUpdate) -> None:
+        """Keep what an update of the engine says until the next visit."""
+        self._outbox.put(replace(sample, request_id=client_id(sample.request_id)) for sample in update.samples)
+        self._num_dropped += update.num_dropped_samples
+        self._trial = update.trial or self._trial
+        self._versions = update.versions or self._versions
+        self._shadow_error = update.shadow_error or self._shadow_error
+
+    async def run(self) -> None:
+        """Visit again and again."""
+        while True:
+            await asyncio.sleep(VISIT_INTERVAL_S)
+            await self.visit_once()
+
+    async def visit_once(self) -> None:
+        """Visit and follow the orders. Raises nothing: without a learner, the drafter goes on as it is."""
+        visit = self._brought()
+        try:
+            orders = await self._visit(visit)
+        except NoAnswerError as error:
+            self._on_no_answer(visit, error)
+            return
+        self._on_answer()
+        try:
+            await self._follow(orders)
+            if visit.is_new and self._texts is not None:
+                await self._take_texts(self._texts)
+        except (ConnectionError, NoAnswerError) as error:
+            logger.warning("the learner's orders were not followed: %s", error)
+
+    def _brought(self) -> Visit:
+        """Return the next visit; after one without an answer it brings no samples, but only asks."""
+        samples = self._outbox.take(MAX_VISIT_BYTES) if self._is_answered else ()
+        return Visit(
+            drafter_id=self._drafter_id,
+            serving=self._weights.version,
+            is_new=self._is_new,
+            samples=samples,
+            num_dropped=self._num_dropped + self._outbox.num_dropped,
+            trial=self._trial,
+            versions=self._versions,
+            shadow_error=self._shadow_error,
+            shadow=self._learning.shadow_version,
+            serving_error=self._weights.error,
+            wanted=self._weights.refused,
+        )
+
+    def _on_no_answer(self, visit: Visit, error: NoAnswerError) -> None:
+        self._num_dropped += len(visit.samples)  # whether they arrived is not known: none is brought twice
+        if self._is_answered:
+            logger.warning("the learner does not answer, its drafter goes on as it is: %s", error)
+        self._is_answered = False
+
+    def _on_answer(self) -> None:
+        if not self._is_answered:
+            logger.warning("the learner answers again")
+        self._is_new, self._is_answered = False, True
+        self._num_dropped = self._outbox.num_dropped = 0
+
+    async def _follow(self, orders: Orders) -> None:
+        await self._weights.serve(orders.serving)
+        shadow = orders.shadow
+        learning = SetLearning(
+            call_id="",
+            sample_share=orders.sample_share,
+            max_sample_tokens=orders.max_sample_tokens,
+            shadow_folder="" if shadow is None else self._weights.folder_of(shadow),
+            shadow_version="" if shadow is None else shadow.name,
+            shadow_share=0.0 if shadow is None else orders.shadow_share,
+        )
+        if learning == self._learning:
+            return
+        if learning.shadow_version != self._learning.shadow_version:
+            self._trial, self._shadow_error = None, ""
+        result = await self._control(replace(learning, call_id=_new_id()))
+        self._learning = learning  # also if it was refused: the learner is told, and orders something else
+        self._shadow_error = result.error or self._shadow_error
+
+    async def _take_texts(self, ask: Callable[[str], Awaitable[Texts | None]]) -> None:
+        """Have the engine remember what the pool was told before the drafter came."""
+        texts = await ask(self._drafter_id)
+        for part in _parts(() if texts is None else texts.samples):
+            result = await self._control(TakeTexts(call_id=_new_id(), samples=part))
+            if result.error is not None:
+                logger.warning("the drafter did not take the pool's texts: %s", result.error)
+
+
+def _parts(samples: Sequence[ServedSample]) -> Iterator[tuple[ServedSample, ...]]:
+    """Yield samples in their order, so many that a frame holds them."""
+    rest = Outbox()
+    rest.put(samples)
+    while part := rest.take(MAX_VISIT_BYTES):
+        yield part
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
