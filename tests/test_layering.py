@@ -59,7 +59,8 @@ ROOMS = {
         "engine heads models service verifier_service verifier_service/messages verifier_service/model"
     ),
     "drafter_service/learning": (
-        "engine heads service training verifier_service/messages verifier_service/model verifier_service/engine"
+        "engine heads service training verifier_service verifier_service/messages verifier_service/model "
+        "verifier_service/engine"
     ),
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import

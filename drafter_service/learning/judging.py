@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from outrider.drafter_service.learning.reservoir import Kept
 from outrider.drafter_service.learning.served_lessons import Reading, ServedLesson, draw_lesson
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, Student
+from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, POSITION_DECAY, Student, decayed_loss
 
 NUM_LESSONS = 8  # of held-out windows
-SEED = 20_260_101  # windows and drawn roots are the same for both that are compared
+SEED = 20_260_101  # windows are the same for both that are compared
 TOLERANCE = 0.01  # of the serving figure: below what some hundred roots tell apart
 
 
@@ -38,31 +39,30 @@ def judge(
     """Measure a drafter in full precision on windows of held-out samples, which a fixed seed draws."""
     student.module.eval()
     rng = random.Random(SEED)
-    num_roots, length, losses = 0, 0.0, [0.0]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(SEED)
-        for _ in range(NUM_LESSONS if kept else 0):
-            lesson = draw_lesson(
-                *(kept, [1.0] * len(kept), reading),
-                rows=rows,
-                window=window,
-                num_positions=student.num_positions,
-                rng=rng,
-                device=device,
-            )
-            if lesson is not None:
-                found, agreed = agreement(student, lesson)
-                num_roots, length = num_roots + found, length + agreed
-                losses.append(student.loss(lesson).item())
+    num_roots, length, losses = 0, 0.0, []
+    for _ in range(NUM_LESSONS if kept else 0):
+        lesson = draw_lesson(
+            *(kept, [1.0] * len(kept), reading),
+            rows=rows,
+            window=window,
+            num_positions=student.num_positions,
+            rng=rng,
+            device=device,
+        )
+        if lesson is not None:
+            logits = student.position_logits(lesson)
+            found, agreed = agreement(logits, student.vocab_ids, lesson)
+            num_roots, length = num_roots + found, length + agreed
+            losses.append(decayed_loss(logits, lesson.law(student.vocab_ids), decay=POSITION_DECAY).item())
     student.module.train()
-    return HeldOut(num_roots, length / max(1, num_roots), sum(losses) / max(1, len(losses) - 1))
+    return HeldOut(num_roots, length / max(1, num_roots), sum(losses) / max(1, len(losses)))
 
 
-@torch.no_grad()
-def agreement(student: Student, lesson: ServedLesson) -> tuple[int, float]:
-    """Return the number of roots whose positions all count, and the sum of their agreeing chains."""
-    rows = student.position_logits(lesson)
+def agreement(rows: Sequence[Tensor], vocab_ids: Tensor | None, lesson: ServedLesson) -> tuple[int, float]:
+    """Return the number of roots whose positions all count, and the sum of their agreeing chains.
+
+    `rows` are the logits of each draft position: [rows, num_roots, draft_vocab_size].
+    """
     count = rows[0].shape[1] - 1  # the last root's last token is behind the window
     counts = torch.ones_like(lesson.counted[:, :count]) if lesson.has_state is None else lesson.has_state[:, :count]
     running = torch.ones_like(counts, dtype=torch.float32)
@@ -70,8 +70,8 @@ def agreement(student: Student, lesson: ServedLesson) -> tuple[int, float]:
     for position, logits in enumerate(rows):
         row = FIRST_DRAFTED_ROW + position
         likeliest = logits[:, :count].argmax(-1)  # [rows, num_roots]
-        if student.vocab_ids is not None:
-            likeliest = student.vocab_ids[likeliest]
+        if vocab_ids is not None:
+            likeliest = vocab_ids[likeliest]
         running = running * (likeliest == lesson.token_ids[:, row + 1 : row + 1 + count])
         length = length + running
         counts = counts & lesson.counted[:, row : row + count]

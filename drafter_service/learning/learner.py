@@ -37,6 +37,7 @@ from outrider.drafter_service.learning.version_tally import VersionTally
 MAX_REFUSALS = 3  # in a row; then training begins anew from what serves
 MAX_TEXT_TOKENS = 500_000  # that a new drafter remembers: as many as a suffix tree has room for
 FRESH_SHARE = 0.25  # of `min_samples`, new for every candidate: the same text again would be learned by heart
+MAX_PASSES = 2  # over the kept samples, for one candidate: more of them learn the text by heart
 RETRY_S = 1.0  # after a step that found nothing to learn from
 ERROR_RETRY_S = 60.0  # after an error, as of a full disk
 
@@ -183,7 +184,8 @@ class Learner:
             study.begin(Path(serving) if serving else None)
             self._has_begun = True
         if self._num_steps_left is None:
-            self._num_steps_left = self._settings.num_steps
+            kept = self._reservoir.training(self._settings.min_samples)
+            self._num_steps_left = min(self._settings.num_steps, -(-MAX_PASSES * len(kept) // study.rows))
             self._num_seen_before = self._reservoir.num_seen
         elif self._num_steps_left > 0:
             self._train(study)

@@ -1,7 +1,7 @@
 """A pool's versions of its drafter's weights, on disk.
 
-    folder/state.json          what serves, what served before, what became of each; replaced atomically
-    folder/versions/v3/        weights, in the format that the pool started from; "v0" is the pool's own folder
+    its state      what serves, what served before, what became of each; replaced atomically
+    its versions   a folder of weights for each, in the format that the pool started from; "v0" is the pool's own
 
 A version's folder is written under another name and renamed, and the state names it after that. What a killed process
 left half written is removed at the next start. The last three versions that served are kept, and one candidate. The

@@ -28,6 +28,10 @@ MATRIX_LR = 0.04  # of Muon, for a new head: `DistilOptions.matrix_lr`
 class Study(Protocol):
     """What a learner asks of its pupil."""
 
+    @property
+    def rows(self) -> int:
+        """Windows of one step."""
+
     def begin(self, folder: Path | None) -> None:
         """Train anew from a folder's weights; None: those that the pool started with."""
 
@@ -76,7 +80,7 @@ class PupilStudy:
         self, maker: PupilMaker, *, device: torch.device, seed: int = 0, rows: int = ROWS, window: int = WINDOW
     ) -> None:
         self._maker, self._device = maker, device
-        self._rows, self._window = rows, window
+        self.rows, self._window = rows, window
         self._rng = random.Random(seed)
         torch.manual_seed(seed)
         self._run: _Run | None = None
@@ -89,7 +93,7 @@ class PupilStudy:
         run = self._begun()
         lesson = draw_lesson(
             *(kept, reward_weights(kept) if is_weighted else [1.0] * len(kept), run.reading),
-            rows=self._rows,
+            rows=self.rows,
             window=self._window,
             num_positions=run.student.num_positions,
             rng=self._rng,
@@ -125,7 +129,7 @@ class PupilStudy:
 
     def _measure(self, folder: Path, kept: Sequence[Kept]) -> HeldOut:
         student, reading = self._maker.load(folder)
-        return judge(student, reading, kept, rows=self._rows, window=self._window, device=self._device)
+        return judge(student, reading, kept, rows=self.rows, window=self._window, device=self._device)
 
     def _begun(self) -> _Run:
         assert self._run is not None, "the study has not begun"

@@ -31,6 +31,8 @@ SECRET = "Sam's secret"
 class FakeStudy:
     """A trainer whose weights are a file of text; it says what it was asked."""
 
+    rows = 1
+
     def __init__(self, folder):
         self._first = folder
         folder.mkdir(exist_ok=True)
@@ -188,6 +190,13 @@ def test_training_waits_for_new_text_between_candidates(pool):
     assert not pool.learner.has_work()
     pool.bring(1)
     assert pool.learner.has_work()
+
+
+def test_few_samples_are_passed_over_twice_at_most(pool):
+    pool.study.rows = 8
+    pool.bring(5)
+    pool.work()
+    assert (pool.status.num_steps, pool.learner.phase) == (2, Phase.TRIAL)
 
 
 def test_what_held_out_text_refuses_never_drafts(pool):
