@@ -33,7 +33,11 @@ from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
     help="A key that clients may show; may be repeated, and sha256:HEX hides it from ps. Those of the environment "
     "variable OUTRIDER_API_KEY (comma-separated) count too.",
 )
-@click.option("--api-key-file", help="Keys, one a line, plain or sha256:HEX; # begins a comment line.")
+@click.option(
+    "--api-key-file",
+    help="Keys, one a line, plain or sha256:HEX; # begins a comment line. Behind a key, store=never: drafters keep "
+    "nothing of its requests; store=salted: they may learn from its salted ones, too.",
+)
 def serve(**options: Any) -> None:
     """Serve MODEL over HTTP and gRPC until interrupted.
 

@@ -62,7 +62,7 @@ def test_a_key_of_a_file_may_say_what_is_kept_of_what_comes_with_it(tmp_path: Pa
     assert found == [KeyPolicy.DEFAULT, KeyPolicy.NEVER, KeyPolicy.SALTED, None]
 
 
-@pytest.mark.parametrize("policies", itertools.permutations(KeyPolicy, 2))
+@pytest.mark.parametrize("policies", list(itertools.permutations(KeyPolicy, 2)))
 def test_of_several_keys_and_of_one_that_is_there_twice_the_strictest_policy_holds(policies: tuple[KeyPolicy, ...]):
     strictest = next(policy for policy in KeyPolicy if policy in policies)
     entries = [f"{hash_api_key(str(number))}:{policy.value}" for number, policy in enumerate(policies)]

@@ -280,10 +280,11 @@ async def test_in_rollouts_a_lossy_rule_is_refused(tokenizer):
     await gateway.parse(RequestInput(prompt=[5], rejection_sample_method="block"))
 
 
-async def test_elsewhere_what_shall_not_be_stored_changes_nothing(tokenizer):
+async def test_elsewhere_what_shall_not_be_stored_is_filed_nowhere_either(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
-    await collect(build_gateway(backend, tokenizer), prompt=[5], store=False)
-    assert backend.requests[0].history_key is None
+    for store, key in ((False, ""), (True, None), (None, None)):
+        await collect(build_gateway(backend, tokenizer), prompt=[5], store=store)
+        assert backend.requests.pop().history_key == key
 
 
 async def test_choices_of_one_prompt_are_a_group_of_their_own(tokenizer):
