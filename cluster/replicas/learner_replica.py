@@ -67,13 +67,13 @@ class LearnerDesk:
         for texts in update.texts:
             _deliver(self._texts, texts.drafter_id, texts)
 
-    def visit(self, visit: Visit, *, with_texts: bool = False) -> Orders:
-        """Pass a drafter's visit on; return the last orders. Raises `ConnectionError` if there are none.
+    def visit(self, visit: Visit, *, with_texts: bool = False) -> Orders | None:
+        """Pass a drafter's visit on; return the last orders. None: the process has not started.
 
-        `with_texts`: the drafter will ask for `texts`.
+        `with_texts`: the drafter will ask for `texts`. Raises `ConnectionError` if the process is gone.
         """
         if self._last is None:
-            raise ConnectionError("the learner has not started")
+            return None
         if with_texts:
             self._texts[visit.drafter_id] = asyncio.get_running_loop().create_future()
         self._send(visit)
@@ -177,8 +177,8 @@ class LearnerReplica:
         """
         self._desk.change(self._options.changed_settings(user_config))
 
-    async def visit(self, visit: Visit) -> Orders:
-        """Take what a drafter brings; return what it shall do. Raises `ConnectionError` before the process is there."""
+    async def visit(self, visit: Visit) -> Orders | None:
+        """Take what a drafter brings; return what it shall do. None: the process has not started."""
         return self._desk.visit(visit, with_texts=visit.is_new and self._looks_up)
 
     async def texts(self, drafter_id: str) -> Texts | None:

@@ -121,14 +121,15 @@ class LearnerVisits:
         drafter_id: str,
         *,
         own_folder: str,
-        visit: Callable[[Visit], Awaitable[Orders]],
+        visit: Callable[[Visit], Awaitable[Orders | None]],
         control: Callable[[ToEngine], Awaitable[ControlResult]],
         clock: Callable[[], float],
         texts: Callable[[str], Awaitable[Texts | None]] | None = None,
         outbox: Outbox | None = None,
     ) -> None:
-        """`visit` and `texts` ask the learner, and raise `NoAnswerError`; `texts` is for drafters that look tokens up.
+        """`visit` and `texts` ask the learner, and raise `NoAnswerError`; None: it has not started.
 
+        `texts` is for drafters that look tokens up.
         `control` passes a message to the draft engine and raises `ConnectionError` if that is gone.
         """
         self._drafter_id = drafter_id
@@ -163,7 +164,10 @@ class LearnerVisits:
         try:
             orders = await self._visit(visit)
         except NoAnswerError as error:
-            self._on_no_answer(visit, error)
+            self._on_no_answer(visit, str(error))
+            return
+        if orders is None:
+            self._on_no_answer(visit, "it has not started")
             return
         self._on_answer()
         try:
@@ -190,10 +194,10 @@ class LearnerVisits:
             wanted=self._weights.refused,
         )
 
-    def _on_no_answer(self, visit: Visit, error: NoAnswerError) -> None:
+    def _on_no_answer(self, visit: Visit, reason: str) -> None:
         self._num_dropped += len(visit.samples)  # whether they arrived is not known: none is brought twice
         if self._is_answered:
-            logger.warning("the learner does not answer, its drafter goes on as it is: %s", error)
+            logger.warning("the learner does not answer, its drafter goes on as it is: %s", reason)
         self._is_answered = False
 
     def _on_answer(self) -> None:

@@ -38,7 +38,7 @@ class Scene:
     """A drafter between a learner and an engine that the test plays."""
 
     def __init__(self, *, looks_up: bool = False, outbox: Outbox | None = None) -> None:
-        self.orders = Orders()
+        self.orders: Orders | None = Orders()  # None: it has not started
         self.is_dead = False
         self.visits: list[Visit] = []
         self.sent: list[ToEngine] = []
@@ -55,7 +55,7 @@ class Scene:
             outbox=outbox,
         )
 
-    async def _visit(self, visit: Visit) -> Orders:
+    async def _visit(self, visit: Visit) -> Orders | None:
         self.visits.append(visit)
         if self.is_dead:
             raise NoAnswerError("TimeoutError: ")
@@ -71,7 +71,7 @@ class Scene:
 
     async def visit(self, **orders: Any) -> Visit:
         """Have the drafter visit; return what it brought."""
-        self.orders = replace(self.orders, **orders)
+        self.orders = None if self.orders is None else replace(self.orders, **orders)
         await self.drafter.visit_once()
         return self.visits[-1]
 
@@ -225,6 +225,18 @@ async def test_a_learner_that_does_not_answer_is_said_once_and_loses_one_visits_
     assert ([each.request_id for each in last.samples], last.num_dropped, last.is_new) == (["c"], 0, False)
     assert len(caplog.records) == 2
     assert scene.sent == []
+
+
+async def test_while_the_learner_starts_its_drafter_is_new_and_keeps_its_samples():
+    scene = Scene()
+    scene.orders = None
+    await scene.visit()
+    scene.take(sample("a"))
+    assert (await scene.visit()).samples == ()
+    scene.orders = Orders(serving=V1)
+    assert (await scene.visit()).is_new
+    assert scene.swaps == [(V1.folder, "v1")]
+    assert [each.request_id for each in (await scene.visit()).samples] == ["a"]
 
 
 async def test_an_engine_that_is_gone_is_its_replicas_matter():
