@@ -15,7 +15,8 @@ from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, POSITION_
 
 NUM_LESSONS = 8  # of held-out windows
 SEED = 20_260_101  # windows are the same for both that are compared
-TOLERANCE = 0.01  # of the serving figure: below what some hundred roots tell apart
+# shares of the serving figures: what is broken is far beyond them, and what is a little better or worse the trial tells
+CHAIN_TOLERANCE, LOSS_TOLERANCE = 0.1, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class HeldOut:
     loss: float
 
     def is_worse_than(self, serving: HeldOut) -> bool:
-        """Return whether the chain is shorter, or the loss higher; a figure that is no number is worse."""
-        is_as_long = self.chain_length >= serving.chain_length * (1 - TOLERANCE)
-        return not (is_as_long and self.loss <= serving.loss * (1 + TOLERANCE))
+        """Return whether the chain is much shorter, or the loss higher; a figure that is no number is worse."""
+        is_as_long = self.chain_length >= serving.chain_length * (1 - CHAIN_TOLERANCE)
+        return not (is_as_long and self.loss <= serving.loss * (1 + LOSS_TOLERANCE))
 
 
 @torch.no_grad()
