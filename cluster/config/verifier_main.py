@@ -40,6 +40,7 @@ def _drafts(config: ServiceConfig) -> HostedDrafts:
         options={
             "speculation": "always" if config.speculation == "always" else "auto",
             "state_taps": list(config.verifier_spec.model.state_taps),
+            "learn": bool(config.learning),  # of requests that the gateway says may be learned from
             **{name: value for name, value in config.links if name.startswith("link_ssl_") and value is not None},
         },
     )

@@ -63,6 +63,8 @@ def test_heads_and_pins_are_told_to_the_plug_in():
     )
     assert verifier_main(config).drafts.options["speculation"] == "always"
     assert verifier_main(config).drafts.options["state_taps"] == list(config.verifier_spec.model.state_taps) != []
+    assert verifier_main(config).drafts.options["learn"] is False
+    assert verifier_main(config.with_options(learner={})).drafts.options["learn"] is True
 
 
 def test_a_model_without_a_drafter_of_its_own_is_served_without_drafts():
