@@ -52,13 +52,9 @@ def _functions(chance: random.Random) -> str:
     return f'def {verb}_{first}(self, {second}, {chance.choice(NAMES)}=None):\n    """'
 
 
-def _records(chance: random.Random) -> str:
-    rows = [
-        f'  {{"id": {chance.randrange(1000)}, "{chance.choice(NAMES)}": "{chance.choice(THINGS)}", "city": '
-        f'"{chance.choice(PLACES)}"}},'
-        for _ in range(3)
-    ]
-    return "[\n" + "\n".join(rows) + "\n"
+def _inserts(chance: random.Random) -> str:
+    first, second = chance.sample(NAMES, 2)
+    return f"CREATE TABLE {chance.choice(THINGS)} ({first} INT, {second} TEXT);\nINSERT INTO "
 
 
 def _questions(chance: random.Random) -> str:
@@ -72,7 +68,7 @@ def _tables(chance: random.Random) -> str:
 
 
 Kind = Callable[[random.Random], str]
-KINDS: dict[str, tuple[Kind, Kind]] = {"embedded": (_functions, _records), "smollm2": (_questions, _tables)}
+KINDS: dict[str, tuple[Kind, Kind]] = {"embedded": (_functions, _inserts), "smollm2": (_questions, _tables)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +150,7 @@ def _squared_error(answers: Sequence[Answered]) -> float:
     "--think", "think_s", default=0.5, show_default=True, help="Seconds between a client's requests, at most."
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=96, show_default=True)
-@click.option("--temperature", default=0.6, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def drift(
