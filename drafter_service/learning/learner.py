@@ -3,6 +3,8 @@
     collecting ─> training ─> judged on held-out samples ─> trial in the shadow ─> publish ─> watch ─┐
         └──────────^   └─────────── refused ───────────────────────┘     rolled back, or settled ────┘
 
+Training for the next candidate goes on during a trial and a watch.
+
 Sans I/O but for the versions' folder: messages come in by `visit`, `handle`, `reward` and `change_settings`; `step`
 does the next bounded piece of work; `orders` and `status` are what to tell. One thread at a time calls it; another may
 read `status` meanwhile.
@@ -153,8 +155,10 @@ class Learner:
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        if self._study is None or self._is_paused or self._trial is not None or self._clock() < self._not_before_s:
+        if self._study is None or self._is_paused or self._clock() < self._not_before_s:
             return False
+        if self._trial is not None and self._num_steps_left == 0:
+            return False  # the next candidate waits until this one is served or refused
         if self._num_steps_left is None:
             least = max(1, self._settings.min_samples)
             num_fresh = self._reservoir.num_seen - self._num_seen_before
@@ -172,7 +176,7 @@ class Learner:
         except ArithmeticError as error:
             self._begin_anew(f"training began anew: {error}")
         except (ValueError, OSError) as error:
-            if self._candidate is not None:
+            if self._candidate is not None and self._trial is None:
                 self._refuse(self._candidate, str(error))
             self._log.last_event = f"an error, and a pause of {ERROR_RETRY_S:.0f} s: {error}"
             self._not_before_s = self._clock() + ERROR_RETRY_S
@@ -221,6 +225,7 @@ class Learner:
         self._trial = Trial(
             serving=serving.name, shadow=candidate.name, candidate=candidate.name, max_rounds=MAX_TRIAL_ROUNDS
         )
+        self._num_steps_left = None  # training goes on meanwhile, for the next candidate
         self._log.last_event = f"{candidate.name} drafts in the shadow of {serving.name}"
 
     # --- trial and watch ---
@@ -258,7 +263,7 @@ class Learner:
 
     def _publish(self, candidate: DrafterVersion, event: str) -> None:
         self._shelf.publish(candidate.name)
-        self._candidate, self._num_steps_left, self._num_refusals = None, None, 0
+        self._candidate, self._num_refusals = None, 0
         self._tally.keep(self._shelf.fates)
         self._log.count("num_published")
         self._log.last_event = event
@@ -286,7 +291,9 @@ class Learner:
 
     def _refuse(self, candidate: DrafterVersion, reason: str) -> None:
         self._shelf.refuse(candidate.name, f"refused: {reason}")
-        self._candidate, self._trial, self._num_steps_left = None, None, None
+        if self._trial is None:  # it was just written
+            self._num_steps_left = None
+        self._candidate = self._trial = None
         self._log.count("num_refused")
         self._log.last_event = f"{candidate.name} was refused: {reason}"
         self._num_refusals += 1
@@ -300,8 +307,9 @@ class Learner:
             self._candidate = self._trial = None
 
     def _begin_anew(self, event: str) -> None:
-        """Train from what serves from the next step on."""
-        self._give_up("training began anew")
+        """Train from what serves from the next step on; a candidate that has its trial keeps it."""
+        if self._trial is None:
+            self._give_up("training began anew")
         self._has_begun, self._num_steps_left, self._num_refusals = False, None, 0
         self._log.last_event = event
 
@@ -345,7 +353,7 @@ class Learner:
             raise ValueError("this pool's drafters look tokens up: they have no weights")
         self._study.require_alike(folder)
         self._give_up("another version was published by hand")
-        self._has_begun = False  # the next candidate is trained from what serves then
+        self._has_begun, self._num_steps_left = False, None  # the next candidate is trained from what serves then
         version = self._shelf.add(lambda fresh: _copy(folder, fresh))
         self._publish(version, f"{version.name} serves: published by hand")
         return f"{version.name} serves, and is watched"

@@ -487,3 +487,36 @@ def test_no_text_of_a_request_is_on_disk_or_in_the_status(pool):
     assert state.keys() == {"line", "is_watched", "next_number", "fates", "dates", "counters"}
     assert SECRET not in repr(pool.status)
     assert decode(encode(pool.status), (type(pool.status),)) == pool.status
+
+
+def test_training_goes_on_during_a_trial_and_the_next_candidate_waits_for_its_end(tmp_path):
+    pool = Pool(tmp_path)
+    pool.to_trial()
+    num_steps = pool.learner.status.num_steps
+    pool.bring()
+    pool.work()
+    assert pool.learner.phase is Phase.TRIAL
+    assert pool.learner.status.num_steps == num_steps + SETTINGS.num_steps
+    assert pool.learner.status.num_candidates == 1
+    pool.play(1.0, 2.0, 200)  # the first is published, and settled
+    assert pool.learner.phase is Phase.WATCH
+    pool.work()
+    assert pool.learner.status.num_candidates == 1
+    pool.play(2.0, 1.0, 2000)
+    pool.work()
+    assert pool.learner.status.num_candidates == 2
+    assert pool.study.begun == [None]  # both from one run
+
+
+@pytest.mark.parametrize("error", [ValueError("a disk is full"), ArithmeticError("the loss is nan")])
+def test_an_error_in_training_leaves_the_candidate_its_trial(tmp_path, error):
+    pool = Pool(tmp_path)
+    pool.to_trial()
+    candidate = pool.learner.orders.shadow
+    pool.study.losses = [error]
+    pool.bring()
+    pool.work()
+    assert pool.learner.orders.shadow == candidate
+    pool.now_s += 100.0
+    pool.play(1.0, 2.0, 200)
+    assert pool.learner.orders.serving == candidate
