@@ -30,7 +30,7 @@ from outrider.drafter_service.learning.messages import (
 )
 from outrider.drafter_service.learning.pupils import PupilMaker
 from outrider.drafter_service.learning.reservoir import Reservoir
-from outrider.drafter_service.learning.shelf import Shelf
+from outrider.drafter_service.learning.shelf import Shelf, digest_of
 from outrider.drafter_service.learning.study import PupilStudy
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.verifier_service.engine.control import change_beside
@@ -64,9 +64,10 @@ def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
     study: PupilStudy | None = None
     if speculative.weighted_methods:
         study = PupilStudy(PupilMaker(spec.drafter, device), device=device, seed=spec.seed)
+    origin = "" if study is None else digest_of(study.first_folder())
     return Learner(
         pool=spec.pool,
-        shelf=Shelf(Path(spec.folder)),
+        shelf=Shelf(Path(spec.folder), origin),
         reservoir=Reservoir(spec.max_bytes),
         study=study,
         settings=spec.settings,

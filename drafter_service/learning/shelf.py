@@ -11,6 +11,7 @@ state holds counts and dates: no text of any request.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from outrider.drafter_service.learning.messages import FIRST_VERSION, DrafterVer
 NUM_KEPT = 3  # versions that served, beside the pool's own
 MAX_FATES = 32  # versions that status tells of
 STATE_NAME, VERSIONS_NAME = "state.json", "versions"
+READ_BYTES = 1 << 24
 CANDIDATE, SERVES = "candidate", "serves"
 
 
@@ -37,16 +39,26 @@ class ShelfState:
     fates: dict[str, str] = field(default_factory=lambda: {FIRST_VERSION.name: SERVES})  # by version, in order
     dates: dict[str, str] = field(default_factory=dict)  # when each was written
     counters: dict[str, float] = field(default_factory=dict)
+    origin: str = ""  # digest of the weights that the pool started with
 
 
 class Shelf:
     """The versions in one folder, which no other process uses."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the folder, if there is one, and remove what is half written. Raises `ValueError` for a bad state."""
+    def __init__(self, folder: Path, origin: str = "") -> None:
+        """Read the folder, if there is one, and remove what is half written. Raises `ValueError` for a bad state.
+
+        `origin`: digest of the weights that the pool starts with. Versions that were trained from others are given up:
+        the operator has chosen anew.
+        """
         self._folder, self._versions = folder, folder / VERSIONS_NAME
         self._versions.mkdir(parents=True, exist_ok=True)
         self._state = _read(folder / STATE_NAME)
+        if self._state.origin != origin:
+            self._state.fates |= dict.fromkeys(self._state.line, "given up: the pool starts with other weights")
+            self._state.line, self._state.is_watched = [FIRST_VERSION.name], False
+            self._state.fates[FIRST_VERSION.name] = SERVES
+            self._state.origin = origin
         for name, fate in self._state.fates.items():
             if fate == CANDIDATE:
                 self._state.fates[name] = "given up: the learner started anew"
@@ -154,6 +166,16 @@ class Shelf:
         for path in self._versions.iterdir():
             if path.name not in candidates | set(self._state.line):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of a checkpoint's weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        with path.open("rb") as file:
+            while part := file.read(READ_BYTES):
+                digest.update(part)
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> ShelfState:

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.drafter_service.learning import shelf as module
 from outrider.drafter_service.learning.messages import FIRST_VERSION
-from outrider.drafter_service.learning.shelf import Shelf
+from outrider.drafter_service.learning.shelf import Shelf, digest_of
 
 NUM_KILL_POINTS = 30  # changes of the disk in the test below
 
@@ -154,3 +154,22 @@ def test_a_bad_state_is_named(tmp_path):
         (tmp_path / "state.json").write_text(text)
         with pytest.raises(ValueError, match="not a learner's state"):
             Shelf(tmp_path)
+
+
+def test_versions_of_other_first_weights_are_given_up(tmp_path):
+    published(Shelf(tmp_path, "one"), 2)
+    assert Shelf(tmp_path, "one").serving.name == "v2"
+    other = Shelf(tmp_path, "another")
+    assert (other.serving, other.predecessor, other.is_watched) == (FIRST_VERSION, None, False)
+    assert other.fates["v2"] == "given up: the pool starts with other weights"
+    assert names(tmp_path) == []
+    assert other.add(write).name == "v3"
+
+
+def test_the_digest_is_of_the_weights_alone(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = digest_of(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert digest_of(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert digest_of(tmp_path) != before
