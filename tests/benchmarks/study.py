@@ -24,6 +24,7 @@ from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
 from benchmarks.weights.follow import follow
+from benchmarks.weights.poison import poison
 from benchmarks.weights.updates import updates
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
@@ -37,6 +38,7 @@ STUDIES = (
     exact,
     far,
     follow,
+    poison,
     policy,
     pricing,
     rollouts,
@@ -56,11 +58,11 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
     kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
-    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; policy: how much to
-    draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts,
-    epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back;
-    updates: answers after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from
-    a pool, and without.
+    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
+    broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
+    costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
+    running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
+    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 
