@@ -1,6 +1,7 @@
 """Run a learner in its own process: drafters' visits in, orders out, over one pipe; training in between.
 
-A process without a GPU learns in the system's idle class: it takes what serving leaves of the cores.
+Without a GPU, training is in the system's idle class: it takes what serving leaves of the cores. What an operator asks
+does not wait for spare time: it is done in the usual class, and so is the rest of a training step that it finds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -42,20 +43,18 @@ from outrider.verifier_service.start_phases import tell_phase
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 0.2
-LOWEST_PRIORITY = 19
+ToLearner = Visit | Reward | Ask | LearnerSettingsChange
 
 
 def run_learner_rank(spec: LearnerSpec, rank: RankSpec) -> None:
     """Run a pool's learner until its shell is gone."""
     device = resolve_device(spec.device)
-    if device.type == "cpu":
-        yield_to_others()
     torch.set_num_threads(spec.num_threads)
     shell = connect(rank.shell_address)
     learner = build_learner(spec, device)
     shell.send_bytes(encode(LearnerReady(serving=learner.orders.serving)))
     tell_phase("ready")
-    LearnerLoop(learner, shell, clock=time.monotonic).run()
+    LearnerLoop(learner, shell, clock=time.monotonic, yields=device.type == "cpu").run()
 
 
 def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
@@ -78,19 +77,32 @@ def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
 
 
 def yield_to_others() -> None:
-    """Put this process, and threads that it starts later, in the system's idle class, else at the lowest priority."""
+    """Put this thread, and threads that it starts later, in the system's idle class, where there is one."""
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(PermissionError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            return
-    os.nice(LOWEST_PRIORITY)
+
+
+def threads() -> set[int]:
+    """Return the threads of this process; none where the system does not say (Linux does)."""
+    tasks = Path("/proc/self/task")
+    return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()
+
+
+def hurry(numbers: Iterable[int]) -> None:
+    """Put threads in the usual class."""
+    for number in numbers:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it may have ended
+            os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
 
 
 class LearnerLoop:
     """Pass messages between the pipe and the learner, piece of work by piece."""
 
-    def __init__(self, learner: Learner, pipe: Connection, *, clock: Callable[[], float]) -> None:
-        self._learner, self._pipe, self._clock = learner, pipe, clock
+    def __init__(self, learner: Learner, pipe: Connection, *, clock: Callable[[], float], yields: bool = False) -> None:
+        """`yields`: training takes only the time that nobody else wants."""
+        self._learner, self._pipe, self._clock, self._yields = learner, pipe, clock, yields
+        self._came: list[ToLearner] = []  # while something took long
         self._answers: list[Answer] = []
         self._told: Orders | None = None
         self._next_update_s = 0.0
@@ -99,14 +111,23 @@ class LearnerLoop:
         """Work until the shell closes the pipe."""
         with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
-                patience_s = 0.0 if self._learner.has_work() else UPDATE_INTERVAL_S
-                for frame in arrived(self._pipe, patience_s):
-                    self._take(decode(frame, TO_LEARNER))
+                patience_s = 0.0 if self._learner.has_work() or self._came else UPDATE_INTERVAL_S
+                messages, self._came = [*self._came, *self._read(patience_s)], []
+                for message in messages:
+                    self._take(message)
                 self._tell(self._learner.orders)
                 if self._learner.has_work():
-                    self._beside(lambda _: self._learner.step(), None)
+                    self._beside(self._step, None)
 
-    def _take(self, message: Visit | Reward | Ask | LearnerSettingsChange) -> None:
+    def _read(self, patience_s: float) -> Iterator[ToLearner]:
+        return (decode(frame, TO_LEARNER) for frame in arrived(self._pipe, patience_s))
+
+    def _step(self, _: object) -> None:
+        if self._yields:
+            yield_to_others()
+        self._learner.step()
+
+    def _take(self, message: ToLearner) -> None:
         match message:
             case Visit():
                 self._learner.visit(message)
@@ -122,8 +143,15 @@ class LearnerLoop:
 
     def _beside(self, work: Callable[..., None], message: object) -> None:
         """Do what may take long on a thread; what drafters shall do stays as it is meanwhile."""
-        orders = self._learner.orders
-        change_beside(work, message, lambda: self._tell(orders), UPDATE_INTERVAL_S)
+        orders, others = self._learner.orders, threads()
+
+        def meanwhile() -> None:
+            self._came += self._read(0.0)
+            if any(isinstance(each, Ask) for each in self._came):
+                hurry(threads() - others)  # the work's thread, and those that torch has started for it
+            self._tell(orders)
+
+        change_beside(work, message, meanwhile, UPDATE_INTERVAL_S)
 
     def _tell(self, orders: Orders) -> None:
         """Say what has changed at once, and the rest from time to time."""

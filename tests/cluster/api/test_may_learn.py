@@ -24,6 +24,7 @@ from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.cluster.gateway.journal import Journal
+from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
@@ -63,12 +64,15 @@ class Service:
         self._app = build_api(self.gateway, self._healthy)
         if rollouts:
             fleet: Any = SimpleNamespace(reported_version="")
-            add_trainer_routes(
-                self._app,
-                TrainerDoors(
-                    gateway=self.gateway, fleet=fleet, is_healthy=self._healthy, model_path="m", tensor_parallel_size=1
-                ),
+            doors = TrainerDoors(
+                gateway=self.gateway,
+                fleet=fleet,
+                is_healthy=self._healthy,
+                model_path="m",
+                tensor_parallel_size=1,
+                learners=LearnerControl({}, lambda: None),
             )
+            add_trainer_routes(self._app, doors)
 
     async def _healthy(self) -> bool:
         return True

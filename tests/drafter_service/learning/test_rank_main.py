@@ -101,8 +101,6 @@ def test_from_samples_to_a_version_that_serves_and_back(root, tmp_path):
     spec = learner_spec(root, tmp_path / "shelf", settings=settings)
     with learning(spec) as shell:
         assert shell.ready == LearnerReady(serving=FIRST_VERSION)
-        (pid,) = shell.ranks.pids
-        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
         samples = tuple(samples_for(spec.drafter, count=20))
         shell.say(Reward(request_id=samples[0].request_id, reward=float("nan")))  # is left out
         shell.say(Visit(drafter_id="d", serving="v0", is_new=True, samples=samples, num_dropped=2))
@@ -225,10 +223,10 @@ class SlowLearner:
 
 
 class Loop(LoopThread):
-    def __init__(self, learner):
+    def __init__(self, learner, **options):
         super().__init__()
         self.updates: list[LearnerUpdate] = []
-        self.start(lambda pipe: LearnerLoop(learner, pipe, clock=time.monotonic).run())
+        self.start(lambda pipe: LearnerLoop(learner, pipe, clock=time.monotonic, **options).run())
 
     def take(self, frame):
         self.updates.append(decode(frame, FROM_LEARNER))
@@ -239,6 +237,34 @@ def test_it_stays_talkative_while_a_step_takes_long(root, tmp_path):
     loop = Loop(learner)
     loop.hear_until(lambda: learner.num_steps)
     assert len(loop.updates) >= 3
+    loop.end()
+
+
+class StarvedLearner(SlowLearner):
+    """A learner whose step never ends while it is in the idle class."""
+
+    def step(self):
+        assert os.sched_getscheduler(0) == os.SCHED_IDLE
+        deadline_s = time.monotonic() + PATIENCE_S
+        while os.sched_getscheduler(0) == os.SCHED_IDLE and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        self.policy = os.sched_getscheduler(0)
+        self.num_steps += 1
+
+
+def test_an_operator_does_not_wait_for_spare_time(root, tmp_path):
+    """The step that the call finds is hurried; no other thread changes its class."""
+    learner = StarvedLearner(build_learner(learner_spec(root, tmp_path, Method.SUFFIX), None))
+    loop = Loop(learner, yields=True)
+    loop.hear_until(lambda: len(loop.updates) > 2)
+    loop.pipe.send_bytes(encode(Reward(request_id="a", reward=1.0)))
+    num_updates = len(loop.updates)
+    loop.hear_until(lambda: len(loop.updates) > num_updates + 2)
+    assert learner.num_steps == 0, "what is no operator's call waits"
+    loop.pipe.send_bytes(encode(Ask(call_id="1", action=Action.PAUSE)))
+    loop.hear_until(lambda: any(update.answers for update in loop.updates))
+    assert (learner.num_steps, learner.policy) == (1, os.SCHED_OTHER)
+    assert learner.phase is Phase.PAUSED
     loop.end()
 
 
