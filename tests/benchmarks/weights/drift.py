@@ -2,9 +2,9 @@
 
 Two services of MODEL one after the other, without a learner and with one, and a third without, the placebo. Each
 answers prompts of kind A, then of kind B, drawn by their number, greedily or seeded: all services must say the same
-tokens, which is checked on the first answers of each kind. Drafts are pinned (`--speculation always`): the price would end drafts that
-do not pay on two cores, and the question is what they become worth. Clients think between two requests, so that the
-learner, which runs in the idle class, finds spare time as in a service that is not full.
+tokens, which is checked on the first answers of each kind. Drafts are pinned (`--speculation always`): the price would
+end drafts that do not pay on two cores, and the question is what they become worth. Clients think between two requests,
+so that the learner, which runs in the idle class, finds spare time as in a service that is not full.
 
 Gain: tokens per verification in the last quarter of kind B over those in its first tenth. It is reported as none where
 it lies within two standard errors.
