@@ -76,7 +76,7 @@ def poison(markdown_file: Path | None) -> None:
         with serving("embedded", [*options, "--learner", learner], Path(folder) / "learning.log") as http:
             rows = list(_rows(http, Path(folder), expected))
     headings = ("published by hand", "rolled back after (s)", "what the learner says", "answers", "changed")
-    page = "\n".join([describe_machine(), "", *markdown_table(headings, rows, num_left=1)])
+    page = "\n".join([f"{describe_machine()}; embedded, eagle3", "", *markdown_table(headings, rows, num_left=1)])
     console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
         markdown_file.write_text(f"{page}\n")
