@@ -29,7 +29,7 @@ from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import ControlResult, PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.model.architectures import resolve_folder
@@ -46,7 +46,7 @@ class ShellPort:
         self._last_ask_s = clock()
         self._load = DrafterLoad()
         self._deliver: dict[str, Callable[[bytes], None]] = {}
-        self._calls = ControlTable(host.send)
+        self._calls: ControlTable[ControlResult] = ControlTable(host.send)
         self.control, self.fail = self._calls.call, self._calls.fail
 
     @property

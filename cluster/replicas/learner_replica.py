@@ -31,6 +31,7 @@ from outrider.drafter_service.learning.messages import (
     Visit,
 )
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
+from outrider.verifier_service.links.control_table import ControlTable
 
 REPORT_INTERVAL_S = 0.5
 ENGINE_TIMEOUT_S = 120.0  # of silence: on busy cores, a step or a file of the idle class takes tens of seconds
@@ -49,7 +50,8 @@ class LearnerDesk:
         self._send = send
         self._settings, self._told = settings, settings  # the process starts with the first
         self._last: LearnerUpdate | None = None
-        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._calls: ControlTable[Answer] = ControlTable(send)
+        self.fail = self._calls.fail
         self._texts: dict[str, asyncio.Future[Texts]] = {}  # by drafter
 
     @property
@@ -62,10 +64,11 @@ class LearnerDesk:
         if self._last is None:
             self._settle()
         self._last = update
-        for answer in update.answers:
-            _deliver(self._answers, answer.call_id, answer)
+        self._calls.deliver(update.answers)
         for texts in update.texts:
-            _deliver(self._texts, texts.drafter_id, texts)
+            future = self._texts.get(texts.drafter_id)
+            if future is not None and not future.done():
+                future.set_result(texts)
 
     def visit(self, visit: Visit, *, with_texts: bool = False) -> Orders | None:
         """Pass a drafter's visit on; return the last orders. None: the process has not started.
@@ -97,17 +100,13 @@ class LearnerDesk:
         call_id = uuid.uuid4().hex
         if self._last is None:
             return Answer(call_id=call_id, error="the learner has not started")
-        future = self._answers[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(call_id=call_id, action=action, folder=folder))
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await self._calls.call(Ask(call_id=call_id, action=action, folder=folder))
         except TimeoutError:
             return Answer(call_id=call_id, error=f"the learner has not answered within {timeout_s:g} s")
         except ConnectionError as error:
             return Answer(call_id=call_id, error=f"the learner has failed: {error}")
-        finally:
-            del self._answers[call_id]
 
     def reward(self, rewards: Mapping[str, float]) -> None:
         """Pass a trainer's rewards on, by request ids; raises `ConnectionError` if there is no process."""
@@ -119,12 +118,6 @@ class LearnerDesk:
         self._settings = settings
         if self._last is not None:
             self._settle()
-
-    def fail(self, reason: str) -> None:
-        """Answer all who wait that the process is gone."""
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(ConnectionError(reason))
 
     def _settle(self) -> None:
         if self._settings != self._told:
@@ -211,9 +204,3 @@ class LearnerReplica:
 
     async def __del__(self) -> None:
         await self._host.close()
-
-
-def _deliver(waiting: Mapping[str, asyncio.Future[Any]], key: str, value: Any) -> None:
-    future = waiting.get(key)
-    if future is not None and not future.done():
-        future.set_result(value)

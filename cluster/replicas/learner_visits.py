@@ -15,6 +15,7 @@ from dataclasses import replace
 from outrider.cluster.common.reports import NoAnswerError
 from outrider.cluster.gateway.internal_ids import client_id
 from outrider.drafter_service.engine.learning_messages import (
+    MAX_SAMPLE_BYTES,
     ServedSample,
     SetLearning,
     TakeTexts,
@@ -31,7 +32,6 @@ VISIT_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0  # also how long a new drafter waits for the version to serve
 MAX_VISIT_BYTES = 8 << 20
 MAX_OUTBOX_BYTES = 64 << 20
-MAX_SAMPLE_BYTES = 32 << 20  # a frame holds 64 MiB
 FIRST_RETRY_S = 2.0  # after weights were refused; then twice as long each time, for a retry delays drafts
 LAST_RETRY_S = 60.0
 

@@ -33,6 +33,7 @@ from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import (
     FROM_ENGINE,
     Cancel,
+    ControlResult,
     EngineLoad,
     EngineReady,
     EngineUpdate,
@@ -72,7 +73,8 @@ class VerifierReplica:
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
-        self._table, self._control = RequestTable(self._send), ControlTable(self._host.send)
+        self._table = RequestTable(self._send)
+        self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)

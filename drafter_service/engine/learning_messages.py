@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
+
+FIRST_VERSION = "v0"  # what the weights are called that the pool started with
+MAX_SAMPLE_BYTES = MAX_FRAME_BYTES // 2  # of a sample, which travels in one frame
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from outrider.drafter_service.engine.learning_messages import FIRST_VERSION as FIRST_NAME
 from outrider.drafter_service.engine.learning_messages import ServedSample, TrialCounts, VersionCounts
 
 
@@ -16,7 +17,7 @@ class DrafterVersion:
     folder: str = ""
 
 
-FIRST_VERSION = DrafterVersion(name="v0")
+FIRST_VERSION = DrafterVersion(name=FIRST_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

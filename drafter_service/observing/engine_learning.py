@@ -14,6 +14,7 @@ import torch
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import (
+    FIRST_VERSION,
     ServedSample,
     SetLearning,
     TrialCounts,
@@ -25,7 +26,6 @@ from outrider.drafter_service.observing.kept_texts import KeptTexts
 from outrider.drafter_service.observing.shadow import Shadow
 from outrider.verifier_service.messages.draft import Commit, Draft, Open, States
 
-FIRST_VERSION = "v0"  # what a learner calls the weights that the pool started with
 BuildDrafter = Callable[[str], Drafter]  # from a folder; "": the checkpoint that the pool started with
 
 

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.drafter_service.engine.drafter import SessionKey
-from outrider.drafter_service.engine.learning_messages import ServedSample
+from outrider.drafter_service.engine.learning_messages import MAX_SAMPLE_BYTES, ServedSample
 from outrider.drafter_service.engine.sessions import Session
 from outrider.drafter_service.engine.state_buffer import DTYPES
 from outrider.drafter_service.observing.stable_share import is_in_share
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, DraftNeeds, Open, SparseRow, States
-from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
 
 MIN_NEW_TOKENS = 4  # of a sample: fewer teach nothing
-MAX_SAMPLE_BYTES = MAX_FRAME_BYTES // 2  # of a sample, which travels in one frame
 NO_TOKEN = -1  # in a row with fewer tokens than `num_top`
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -14,24 +14,27 @@ from outrider.verifier_service.messages.wire import decode, encode
 
 
 class Call(Protocol):
-    """A message that the engine answers by a `ControlResult` of the same id."""
+    """A message, or the answer to the one of the same id."""
 
     @property
     def call_id(self) -> str: ...
 
 
-class ControlTable:
-    """The pending calls of one engine, by their `call_id`. All methods are for the event loop's thread."""
+Result = TypeVar("Result", bound=Call)  # of an engine's calls: `ControlResult`
 
-    def __init__(self, send: Callable[[Call], None]) -> None:
+
+class ControlTable(Generic[Result]):
+    """The pending calls of one process, by their `call_id`. All methods are for the event loop's thread."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
         """`send` hands a message to the engine; raises `ConnectionError` if there is none."""
         self._send = send
-        self._pending: dict[str, asyncio.Future[ControlResult]] = {}
+        self._pending: dict[str, asyncio.Future[Result]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    async def call(self, message: Call) -> ControlResult:
+    async def call(self, message: Call) -> Result:
         """Send a message and wait for its result, however long the engine takes.
 
         Raises `ValueError` for an id that waits already, `ConnectionError` if the engine is gone or goes meanwhile.
@@ -46,7 +49,7 @@ class ControlTable:
         finally:
             del self._pending[message.call_id]
 
-    def deliver(self, results: Iterable[ControlResult]) -> None:
+    def deliver(self, results: Iterable[Result]) -> None:
         """Answer calls; results of calls that nobody waits for are dropped."""
         for result in results:
             future = self._pending.get(result.call_id)
