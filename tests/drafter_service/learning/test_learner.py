@@ -484,7 +484,7 @@ def test_no_text_of_a_request_is_on_disk_or_in_the_status(pool):
     assert len(files) == 3
     assert not any(SECRET in path.read_text() for path in files)
     state = json.loads((pool.folder / "shelf" / "state.json").read_text())
-    assert state.keys() == {"line", "is_watched", "next_number", "fates", "dates", "counters"}
+    assert state.keys() == {"line", "is_watched", "next_number", "fates", "dates", "counters", "origin"}
     assert SECRET not in repr(pool.status)
     assert decode(encode(pool.status), (type(pool.status),)) == pool.status
 
