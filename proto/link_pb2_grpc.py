@@ -164,6 +164,11 @@ class VerifierLinkStub(object):
                 request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
                 response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                 _registered_method=True)
+        self.TakeKV = channel.unary_stream(
+                '/outrider.link.v1.VerifierLink/TakeKV',
+                request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                _registered_method=True)
 
 
 class VerifierLinkServicer(object):
@@ -183,6 +188,13 @@ class VerifierLinkServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeKV(self, request, context):
+        """From another verifier that takes a request over: its KV, as it is computed. Cancelled once the taker has all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +205,11 @@ def add_VerifierLinkServicer_to_server(servicer, server):
             ),
             'Control': grpc.unary_unary_rpc_method_handler(
                     servicer.Control,
+                    request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                    response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            ),
+            'TakeKV': grpc.unary_stream_rpc_method_handler(
+                    servicer.TakeKV,
                     request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                     response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             ),
@@ -250,6 +267,33 @@ class VerifierLink(object):
             request,
             target,
             '/outrider.link.v1.VerifierLink/Control',
+            outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            outrider_dot_proto_dot_link__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeKV(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.link.v1.VerifierLink/TakeKV',
             outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             outrider_dot_proto_dot_link__pb2.Frame.FromString,
             options,

@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.messages.handover import (
+    HANDOVER_MESSAGES,
+    EndTake,
+    GivenFrame,
+    HandOver,
+    PullKV,
+    TakeKV,
+    TakenFrame,
+)
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
@@ -332,10 +341,12 @@ class EngineUpdate:
     relays: tuple[Relay, ...] = ()
     load: EngineLoad | None = None
     results: tuple[ControlResult, ...] = ()
+    given: tuple[GivenFrame, ...] = ()
+    pulls: tuple[PullKV, ...] = ()
 
 
-ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control
-TO_ENGINE = (GenerationRequest, Cancel, SetPlans, PeerState, PeerWeights, Relay, *CONTROLS)
+ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control | HandOver | TakeKV | EndTake | TakenFrame
+TO_ENGINE = (GenerationRequest, Cancel, SetPlans, PeerState, PeerWeights, Relay, *CONTROLS, *HANDOVER_MESSAGES)
 FROM_ENGINE = (EngineReady, EngineUpdate)
 
 

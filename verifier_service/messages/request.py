@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_sampling_shape, require
+from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
@@ -27,6 +28,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens or the model's maximum length
     ABORT = "abort"  # cancelled by the client
     ERROR = "error"
+    NOT_TAKEN = "not_taken"  # a verifier could not take the request over: the gateway sends it again, clients see nothing
 
 
 class TokenOrigin(enum.StrEnum):
@@ -245,6 +247,8 @@ class GenerationRequest:
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
     session_id: str | None = None  # requests of one session share a prefix and prefer one verifier
+    hands_over: bool = False  # after its first token it stands still, for another verifier to take it
+    kv_source: KVSource | None = None  # its KV is there: take it over, or end as `NOT_TAKEN`
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -341,6 +345,7 @@ class RequestOutput:
     error: str | None = None
     speculation: SpeculationMetrics | None = None
     weight_version: str = ""  # of the weights that drew `token_ids`; empty: unknown
+    is_held: bool = False  # the request stands still after these tokens: another verifier may take it
 
     @classmethod
     def failed(cls, request_id: str, error: str) -> RequestOutput:
