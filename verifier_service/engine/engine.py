@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,11 @@ from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_rows import note_predictions, note_target_rows, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
+from outrider.verifier_service.handover.giver import HOLD_S
+from outrider.verifier_service.handover.handovers import Handovers
+from outrider.verifier_service.handover.kv_bytes import KVBytes
+from outrider.verifier_service.links.tensor_channel import as_tensor
+from outrider.verifier_service.messages.handover import ArrivedKV
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -32,6 +38,7 @@ from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import Verification, begin
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens, row_starts
 from outrider.verifier_service.scheduling.prefix_cache import root_hash
+from outrider.verifier_service.scheduling.schedule import Schedule
 from outrider.verifier_service.scheduling.scheduler import Scheduler
 
 
@@ -95,9 +102,11 @@ class VerifierEngine:
         self.weights_folder: str | None = None  # see `EngineLoad`
         self.weights_taken_s = 0.0
         self._num_updates = 0
+        self.kv: KVBytes | None = None  # None: no request may come from or go to another verifier with its KV
+        self.handovers: Handovers | None = None  # where there is `kv`
 
-    def add(self, message: GenerationRequest) -> RequestOutput | None:
-        """Queue a request; return its error if it can never run."""
+    def add(self, message: GenerationRequest, arrived: ArrivedKV | None = None) -> RequestOutput | None:
+        """Queue a request, perhaps with KV of another verifier; return its error if it can never run."""
         try:
             if self.weights_error is not None:
                 raise ValueError(self.weights_error)
@@ -106,6 +115,7 @@ class VerifierEngine:
             self._limits.check(message)
             grammar_state = self._extras.open_grammar(message.sampling)
             request = Request.of(message, self._clock())
+            request.arrived = arrived
             self.scheduler.add(request)
         except ValueError as error:
             return RequestOutput.failed(message.request_id, str(error))
@@ -158,6 +168,7 @@ class VerifierEngine:
         self.drafting.updates.take_version(self.weight_version)
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
+            request.arrived = None  # the older weights' KV
         self.weights_error = None
         self.weights_folder, self.weights_taken_s = folder, self._wall_clock()
 
@@ -207,7 +218,7 @@ class VerifierEngine:
         if self.is_paused:
             return None
         self._joining_until_s = self._worth_waiting_until(begin_s)
-        schedule = None if self._joining_until_s is not None else self.scheduler.schedule(begin_s)
+        schedule = None if self._joining_until_s is not None else self._schedule(begin_s)
         if schedule is None:
             is_stuck = bool(self._requests) and after is None
             self._stuck_since_s = (self._stuck_since_s or begin_s) if is_stuck else None
@@ -231,6 +242,53 @@ class VerifierEngine:
             exposed_s=exposed_s,
         )
 
+    def _schedule(self, now_s: float) -> Schedule | None:
+        """Choose the next step. Requests that come with KV are admitted to the one after: drafts are asked for first."""
+        schedule = self.scheduler.schedule(now_s)
+        placed = self.scheduler.take_arrived()
+        if not placed:
+            return schedule
+        for request, start in placed:
+            self._write_arrived(request, start)
+        self.drafting.ask((request for request, _ in placed if request.num_output_tokens), now_s)
+        return schedule or self.scheduler.schedule(now_s)
+
+    def _write_arrived(self, request: Request, start: int) -> None:
+        """Write a request's KV of another verifier from a position on; what is before it the prefix cache had."""
+        arrived, request.arrived = request.arrived, None
+        assert self.kv is not None and arrived is not None
+        for part in arrived.parts:
+            first, stop = max(start, part.start), min(part.stop, arrived.num_tokens)
+            if first < stop:
+                data = as_tensor(part.data).view(-1, self.kv.num_bytes_per_token)
+                self.kv.write(request.block_table, first, stop, data[first - part.start : stop - part.start])
+        self.scheduler.publish_arrived(request, start)
+
+    def hold_all(self) -> list[RequestOutput]:
+        """Let all decoding requests stand still, for other verifiers to take; return an output that says so of each.
+
+        No step may be in flight. Without `handovers`, nothing happens.
+        """
+        if self.handovers is None:
+            return []
+        decoding = (request for request in self.scheduler.running if request.is_decoding and request.num_output_tokens)
+        held = [request for request in decoding if request.stands_until_s is None]
+        for request in held:
+            request.stands_until_s = self._clock() + HOLD_S
+        return [replace(self._outputs.ended(request, None), is_held=True) for request in held]
+
+    def _hold_givers(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> set[str]:
+        """Let requests stand still that wait for a taker after these tokens; return their ids."""
+        held: set[str] = set()
+        for outcome in outcomes:
+            request = outcome.item.request
+            if request.hands_over and outcome.committed and outcome.finish_reason is None:
+                request.hands_over, request.stands_until_s = False, self._clock() + HOLD_S
+                held.add(request.request_id)
+                if self.handovers is not None and self.handovers.giver.wants_logits(request):
+                    request.last_logits = step.logits[outcome.rows[-1]].float().cpu().numpy().tobytes()
+        return held
+
     def _finish(self, step: LaunchedStep) -> list[RequestOutput]:
         """Read the step's tokens, commit them, and ask for drafts after them."""
         verified = step.verification.collect()
@@ -243,6 +301,9 @@ class VerifierEngine:
         self._verified_s = verified_s
         self._price(step, outcomes, step_s)
         outputs = self._outputs.build(step, outcomes)
+        if held := self._hold_givers(step, outcomes):
+            for output in outputs:
+                output.is_held = output.request_id in held
         self.drafting.observe_verified(
             (outcome.item.request, num_draft_tokens(outcome.item), len(outcome.path))
             for outcome in outcomes
@@ -291,7 +352,8 @@ class VerifierEngine:
 
     def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Ask for drafts after the step."""
-        going_on = [outcome.item.request for outcome in outcomes if outcome.item.samples]
+        sampled = (outcome.item.request for outcome in outcomes if outcome.item.samples)
+        going_on = [request for request in sampled if request.stands_until_s is None]
         self.drafting.ask(filter(self._is_here, going_on), self._ended_s)
 
     def _is_here(self, request: Request) -> bool:

@@ -21,9 +21,14 @@ from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_profile import StepProfile, measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
+from outrider.verifier_service.handover.giver import Giver
+from outrider.verifier_service.handover.handovers import Handovers
+from outrider.verifier_service.handover.kv_bytes import EngineKV, KVBytes, follower_calls
+from outrider.verifier_service.handover.taker import Taker
 from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DraftClient
-from outrider.verifier_service.messages.engine import EngineReady, StepTime
+from outrider.verifier_service.messages.engine import WEIGHT_CHANGES, EngineReady, StepTime
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.config import ModelConfig
@@ -82,6 +87,27 @@ def build_engine(
         grammars=grammars,
         pricing=pricing,
     )
+
+
+def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -> Handovers:
+    """Let an engine's requests come from and go to other verifiers with their KV."""
+    store = TensorStore(spec.tensor_host) if spec.tensor_transport else None
+    giver = Giver(
+        kv,
+        engine.requests,
+        is_current=engine.scheduler.is_current,
+        weight_version=lambda: engine.weight_version,
+        clock=time.monotonic,
+    )
+    taker = Taker(
+        kv,
+        weight_version=lambda: engine.weight_version,
+        clock=time.monotonic,
+        store=store,
+        transport=spec.tensor_transport,
+    )
+    engine.kv, engine.handovers = kv, Handovers(giver, taker)
+    return engine.handovers
 
 
 def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
@@ -153,7 +179,8 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()
     if rank.rank > 0:
-        follow(pipes[0], share, RankWeights(share).change)
+        change = RankWeights(share).change
+        follow(pipes[0], share, {**dict.fromkeys(WEIGHT_CHANGES, change), **follower_calls(share)})
         return
     runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
@@ -163,6 +190,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     if added is not None:
         added.attach(engine)
     engine.stats.graphs = runner.graph_counts
+    handovers = connect_handovers(engine, EngineKV(share, pipes), spec)
     ready = EngineReady(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
@@ -174,7 +202,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     )
     shell.send_bytes(encode(ready))
     tell_phase("ready")
-    with contextlib.closing(links):
+    with contextlib.closing(links), contextlib.closing(handovers):
         EngineLoop(
             *(engine, links, shell),
             clock=time.monotonic,

@@ -28,6 +28,8 @@ from outrider.verifier_service.messages.engine import (
     Cancel,
     EngineLoad,
     EngineUpdate,
+    EndTake,
+    HandOver,
     PauseGeneration,
     PauseMode,
     PeerState,
@@ -35,6 +37,8 @@ from outrider.verifier_service.messages.engine import (
     Relay,
     RequestLoad,
     SetPlans,
+    TakeKV,
+    TakenFrame,
     ToEngine,
     read_frame,
 )
@@ -45,6 +49,7 @@ from outrider.verifier_service.sampling.grammar import GrammarQueue
 
 LOAD_INTERVAL_S = 0.2
 COMPILING_INTERVAL_S = 0.005  # how often to poll the grammar compiler while nothing else can run
+HANDOVER_INTERVAL_S = 0.001  # and how often tensors of KV that was announced
 
 
 class EngineLoop:
@@ -92,6 +97,7 @@ class EngineLoop:
                 is_idle = outputs is None
                 self._unpublished += outputs or []
                 self._unpublished += self._control.settle()
+                is_idle = not self._hand_over() and is_idle
                 if self._engine.runs_async and not is_idle:
                     self._send_asks()  # the next step may wait for drafts; outputs are published while it runs
                 else:
@@ -116,6 +122,8 @@ class EngineLoop:
         """Return how long to sleep on the pipe when nothing could run: not beyond the next load report."""
         idle_s = self._engine.idle_s()
         longest_s = COMPILING_INTERVAL_S if self._compiling else LOAD_INTERVAL_S
+        if self._engine.handovers is not None and self._engine.handovers.is_busy:
+            longest_s = HANDOVER_INTERVAL_S
         return longest_s if idle_s is None else min(idle_s, longest_s)
 
     def _receive(self, patience_s: float) -> None:
@@ -132,8 +140,26 @@ class EngineLoop:
                 else:  # `engine.add` would compile again, delay the step, and fail again
                     self._failures.append(RequestOutput.failed(message.request_id, error))
 
+    def _hand_over(self) -> bool:
+        """Send KV to takers; queue the requests whose KV has come, and return whether there are any."""
+        if self._engine.handovers is None:
+            return False
+        given, taken, failed = self._engine.handovers.pump()
+        for frame in given:  # each by itself: it may be as large as a message may be
+            self._send(EngineUpdate(given=(frame,)))
+        self._unpublished += failed
+        for message, arrived, _ in taken:
+            if (refusal := self._engine.add(message, arrived)) is not None:
+                self._failures.append(refusal)
+        return bool(taken)
+
     def _add(self, message: GenerationRequest) -> None:
-        if not self._control.hold(message) and (refusal := self._engine.add(message)) is not None:
+        if message.kv_source is not None and self._engine.handovers is not None:
+            self._engine.handovers.taker.begin(message)
+        elif message.kv_source is not None:
+            reason = "this engine takes no KV of others"
+            self._failures.append(RequestOutput.not_taken(message.request_id, reason))
+        elif not self._control.hold(message) and (refusal := self._engine.add(message)) is not None:
             self._failures.append(refusal)
 
     def _dispatch(self, message: ToEngine | BadRequest) -> None:
@@ -149,11 +175,19 @@ class EngineLoop:
                 if self._compiling is not None:
                     self._compiling.drop(request_id)
                 self._control.drop(request_id)
+                if self._engine.handovers is not None:
+                    self._engine.handovers.taker.drop(request_id)
                 self._engine.cancel(request_id)
             case SetPlans(plans=plans):
                 self._engine.set_plans(plans)
             case Relay() | PeerState() | PeerWeights():
                 self._drafts.feed(message)
+            case TakeKV() | EndTake() | TakenFrame():
+                if self._engine.handovers is not None:
+                    self._engine.handovers.handle(message)
+            case HandOver():
+                self._unpublished += self._engine.drain()
+                self._unpublished += self._engine.hold_all()
             case _:
                 self._unpublished += self._engine.drain()
                 self._publish()  # a change of weights takes long
@@ -191,6 +225,7 @@ class EngineLoop:
             relays=self._drafts.take_outbox(),
             load=self._take_due_load(),
             results=self._control.take_results(),
+            pulls=() if self._engine.handovers is None else self._engine.handovers.taker.take_calls(),
         )
         if update != EngineUpdate():
             self._send(update)
@@ -214,7 +249,8 @@ class EngineLoop:
             self._engine.stats, now_s, num_asks=drafting.num_asks, num_asked_tokens=drafting.num_asked_tokens
         )
         load = engine_load(self._engine, self._rates, now_s, self._drafts)
-        return replace(load, num_waiting=load.num_waiting + self._control.num_held)
+        num_coming = 0 if self._engine.handovers is None else len(self._engine.handovers.taker)
+        return replace(load, num_waiting=load.num_waiting + self._control.num_held + num_coming)
 
 
 def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:

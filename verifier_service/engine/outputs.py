@@ -56,8 +56,8 @@ class OutputBuilder:
             outputs.append(output)
         return outputs
 
-    def ended(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """Return the last output of a request that ends without another token."""
+    def ended(self, request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
+        """Return the output of a request that ends, or pauses, without another token."""
         return RequestOutput(
             request_id=request.request_id,
             token_ids=(),

@@ -16,6 +16,7 @@ import grpc
 
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
+from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -77,10 +78,11 @@ class RequestTable:
 
 
 class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
-    """Serve `Generate` and `Control` to gateways."""
+    """Serve `Generate` and `Control` to gateways, and `TakeKV` to other verifiers."""
 
-    def __init__(self, table: RequestTable, control: ControlTable) -> None:
-        self._table, self._control = table, control
+    def __init__(self, table: RequestTable, control: ControlTable, handovers: HandoverCalls | None = None) -> None:
+        """Without `handovers`, no KV is given: other verifiers' calls are not implemented."""
+        self._table, self._control, self._handovers = table, control, handovers
 
     async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
         return await serve_control(self._control.call, frame, context)
@@ -99,3 +101,16 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except ConnectionError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def TakeKV(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
+        if self._handovers is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine gives no KV to others")
+        else:
+            try:
+                async with contextlib.aclosing(self._handovers.give(frame.payload)) as payloads:
+                    async for payload in payloads:
+                        yield link_pb2.Frame(payload=payload)
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except ConnectionError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

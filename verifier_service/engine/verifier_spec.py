@@ -24,6 +24,9 @@ class VerifierSpec:
     prices_drafts: bool = True  # plan lengths are upper bounds, priced by measured step times; False: exact lengths
     async_scheduling: bool = True  # on an accelerator: pipeline steps where possible
     rollouts: bool = False  # drafters remember responses by prompt, not by `cache_salt`
+    # how KV comes from other verifiers: gloo or nccl, between engines, met at this host; "": in frames alone
+    tensor_transport: str = ""
+    tensor_host: str = ""
     check_integrity: bool = False  # after every step, for tests
 
     @property

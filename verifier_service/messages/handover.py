@@ -18,7 +18,9 @@ knows what was published, sends the request again without a source. So no token 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 
@@ -29,6 +31,7 @@ class KVSource:
 
     endpoint: str  # "host:port" of that verifier's port for gateways
     request_id: str  # what it is called there
+    draws_anew: bool = False  # the taker keeps the prompt's KV alone and draws the first token itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,8 @@ class EndTake:
 class KVPart:
     """KV and tapped states of positions [start, stop), which follow those of the part before.
 
-    Bytes: per layer, in order, keys [num_tokens, num_kv_heads, head_dim] and values, of all ranks' heads; then the
-    states [num_tokens, width], where there are any.
+    Bytes of each position: per layer, in order, keys [num_kv_heads, head_dim] and values, of all ranks' heads; then its
+    states [width], where there are any.
     """
 
     start: int
@@ -94,6 +97,21 @@ class KVRefused:
     """Nothing more comes: the request is not here, has gone on, or its KV does not fit."""
 
     reason: str
+
+
+class ArrivedPart(NamedTuple):
+    """The bytes of positions [start, stop), on a taker's host."""
+
+    start: int
+    stop: int
+    data: bytes | memoryview
+
+
+class ArrivedKV(NamedTuple):
+    """A request's KV on its taker's host, until blocks are free for it."""
+
+    num_tokens: int  # positions that the request goes on from
+    parts: Sequence[ArrivedPart]  # in order, from 0
 
 
 GIVER_MESSAGES = (KVPart, KVEnd, KVRefused)

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_sampling_shape, require
-from outrider.verifier_service.messages.handover import KVSource
+from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
@@ -352,6 +352,11 @@ class RequestOutput:
         """Return the only output of a request that cannot run."""
         return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
 
+    @classmethod
+    def not_taken(cls, request_id: str, error: str) -> RequestOutput:
+        """Return the only output of a request that could not be taken over."""
+        return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.NOT_TAKEN, error=error)
+
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
         """Return the origin of each of `token_ids`."""
@@ -397,6 +402,10 @@ class Request:
     forced_ids: tuple[int, ...] = ()  # see `Commit`
     target_rows: list[SparseRow] = field(default_factory=list)  # of the tokens since the last `Commit`; see there
     hold_until_s: float | None = None  # its draft is in flight: no step schedules it before this deadline
+    hands_over: bool = False  # after its next tokens it stands still
+    stands_until_s: float | None = None  # it stands still for another verifier to take, so long; inf: it is being taken
+    last_logits: bytes = b""  # float32 [vocab_size], of the last token of a request that stands still after its first
+    arrived: ArrivedKV | None = None  # KV from another verifier, that is not in blocks yet
     num_preemptions: int = 0
     first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
@@ -419,6 +428,7 @@ class Request:
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             trace_parent=message.trace_parent,
+            hands_over=message.hands_over,
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )
 

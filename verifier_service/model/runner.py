@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.engine import WEIGHT_CHANGES, WeightChange
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model import start_check
@@ -382,25 +381,23 @@ class ParallelRunner:
                 follower.send_bytes(encode(Stop()))
 
 
-def follow(
-    connection: Connection, runner: ModelRunner, change_weights: Callable[[WeightChange], object] | None = None
-) -> None:
-    """Run the batches that rank 0 sends, and make its changes of weights, until `Stop` or the end of the pipe.
+def follow(connection: Connection, runner: ModelRunner, others: Mapping[type, Callable[[Any], object]]) -> None:
+    """Run the batches that rank 0 sends, and what else it asks for, until `Stop` or the end of the pipe.
 
-    A follower idles on the pipe, never in a collective, which would time out. A change that fails fails on all ranks:
-    rank 0 tells of it.
+    A follower idles on the pipe, never in a collective, which would time out. `others`: what to do with messages of
+    other types. What fails on one rank fails on all: rank 0 tells of it.
     """
     while True:
         try:
-            message = decode(connection.recv_bytes(), (ScheduledBatch, Stop, *WEIGHT_CHANGES))
+            message = decode(connection.recv_bytes(), (ScheduledBatch, Stop, *others))
         except EOFError:
             return
         if isinstance(message, Stop):
             return
         if isinstance(message, ScheduledBatch):
             runner.execute(message)
-        elif change_weights is not None:
-            try:
-                change_weights(message)
-            except ValueError as error:
-                logger.warning("%s is refused: %s", type(message).__name__, error)
+            continue
+        try:
+            others[type(message)](message)
+        except ValueError as error:
+            logger.warning("%s is refused: %s", type(message).__name__, error)

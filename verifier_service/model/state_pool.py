@@ -40,15 +40,19 @@ class StatePool:
     """Tapped states of all slots: [num_blocks * block_size, width]."""
 
     def __init__(self, *, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
-        self.block_size, self.width = block_size, width
+        self.block_size, self.width, self.dtype = block_size, width, dtype
         self._states = torch.zeros(num_blocks * block_size, width, dtype=dtype)
         self._pending: list[Callable[[], object]] = []  # updates of the states, in order
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        return self.width * self.dtype.itemsize
 
     def write(self, slots: Sequence[int], states: torch.Tensor) -> None:
         """Store the states [num_tokens, width] of the tokens in `slots`, without waiting for their device."""
         assert states.shape == (len(slots), self.width), (states.shape, len(slots), self.width)
         self._apply_pending(max_left=MAX_PENDING - 1)
-        rows, copy = tuple(slots), CopyBack(states.to(self._states.dtype))
+        rows, copy = tuple(slots), CopyBack(states.to(self.dtype))
         self._pending.append(lambda: self._states.index_copy_(0, torch.tensor(rows), copy.wait()))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -80,7 +84,7 @@ class StatePool:
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
         """Yield messages with the states of a request's positions [start, stop), each at most `MAX_MESSAGE_BYTES`."""
-        num_per_message = max(1, MAX_MESSAGE_BYTES // (self.width * self._states.element_size()))
+        num_per_message = max(1, MAX_MESSAGE_BYTES // self.num_bytes_per_token)
         for first in range(start, stop, num_per_message):
             states = self.read(request.block_table, first, min(stop, first + num_per_message))
             yield States(

@@ -70,6 +70,21 @@ class BlockTables:
         self._pool.share(request.block_table)
         return True
 
+    def place_arrived(self, request: Request, num_tokens: int) -> int:
+        """Give blocks to KV of the first `num_tokens` that came from elsewhere; return from where on to write it.
+
+        Call it after `take_cached`: what the cache has is not written again.
+        """
+        start = request.num_computed_tokens
+        if start < num_tokens:
+            self.reserve(request, num_tokens - start)
+            request.num_computed_tokens = num_tokens
+        return start
+
+    def is_current(self, request: Request) -> bool:
+        """Return whether a request's KV began under the weights of now."""
+        return request.root_hash == self._root
+
     def _fits(self, request: Request, num_held_blocks: int) -> bool:
         return self._pool.num_blocks_for(request.num_tokens) - num_held_blocks <= self._pool.num_free_blocks
 

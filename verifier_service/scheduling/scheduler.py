@@ -81,6 +81,7 @@ class Scheduler:
         self._running: list[Request] = []  # most senior first
         self._waiting = WaitingQueue()
         self._groups = PromptGroups()
+        self._arrived: list[tuple[Request, int]] = []  # admitted with KV of another verifier; see `take_arrived`
         self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted tree paths
         self.num_preemptions = 0
         # counted at the first admission, as in vLLM; a sibling's prompt is a hit, too
@@ -110,8 +111,9 @@ class Scheduler:
         return bool(self._requests)
 
     def next_deadline_s(self) -> float | None:
-        """Return the earliest `hold_until_s` of the running requests; None if none is held."""
-        return min((r.hold_until_s for r in self._running if r.hold_until_s is not None), default=None)
+        """Return when the first of the running requests that are held, or stand still, may go on; None: none is."""
+        pauses = (pause for r in self._running for pause in (r.hold_until_s, r.stands_until_s) if pause is not None)
+        return min(pauses, default=None)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises `ValueError` if it cannot run even alone in the pool."""
@@ -175,6 +177,22 @@ class Scheduler:
         """Return and clear the moves; the next batch must make them before it runs."""
         moves, self._moves = self._moves, []
         return moves
+
+    def take_arrived(self) -> list[tuple[Request, int]]:
+        """Return and clear the requests that were just admitted with KV of another verifier, to be written from there.
+
+        They are in no step yet: their drafts may be asked for before.
+        """
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def publish_arrived(self, request: Request, start: int) -> None:
+        """Let other requests find KV that was written from a position on."""
+        self._tables.publish(request, start // self._pool.block_size)
+
+    def is_current(self, request: Request) -> bool:
+        """Return whether a request's KV began under the weights of now."""
+        return self._tables.is_current(request)
 
     def commit(self, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] | None = None) -> None:
         """Append a step's `committed` tokens (none after a prefill chunk) and release the KV of rejected ones.
@@ -276,7 +294,9 @@ class Scheduler:
         while index < len(self._running) and step.budget:
             request = self._running[index]
             index += 1
-            if request.hold_until_s is None or request.hold_until_s <= now_s:
+            if request.stands_until_s is not None and request.stands_until_s <= now_s:
+                request.stands_until_s = None  # nobody came
+            if request.stands_until_s is None and (request.hold_until_s is None or request.hold_until_s <= now_s):
                 self._schedule_request(request, step)
 
     def _admit_waiting(self, step: _Step) -> None:
@@ -292,7 +312,10 @@ class Scheduler:
             self._waiting.pop()
             insort(self._running, request, key=self._seniority_of)
             self._groups.enter(request)
-            self._schedule_request(request, step)
+            if request.arrived is None:
+                self._schedule_request(request, step)
+            else:
+                self._arrived.append((request, self._tables.place_arrived(request, request.arrived.num_tokens)))
 
     def _park(self, request: Request) -> bool:
         """Park a request while a sibling computes their prompt, if that is at least a block; return whether it was."""
@@ -379,7 +402,7 @@ class Scheduler:
         if request.draft is not None:
             request.metrics.num_cut_tokens += len(request.draft.token_ids)
         request.draft = None
-        request.hold_until_s = None
+        request.hold_until_s = request.stands_until_s = None
         self._enqueue([request])
         return request
 

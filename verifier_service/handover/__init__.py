@@ -1,0 +1,1 @@
+"""A request changes its verifier with its KV: see `messages.handover`."""
