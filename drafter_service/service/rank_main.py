@@ -36,7 +36,14 @@ from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
-from outrider.verifier_service.messages.engine import Control, ControlResult, PeerState, Relay, WeightChange
+from outrider.verifier_service.messages.engine import (
+    WEIGHT_CHANGES,
+    Control,
+    ControlResult,
+    PeerState,
+    Relay,
+    WeightChange,
+)
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.messages.wire import decode, encode
@@ -160,7 +167,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
         if rank.rank > 0:
             keep_loaded()
-            follow(pipes[0], share, RankWeights(share).change)
+            follow(pipes[0], share, dict.fromkeys(WEIGHT_CHANGES, RankWeights(share).change))
             return
         change_model = RankWeights(share, pipes).change
         parallel = ParallelRunner(share, pipes)

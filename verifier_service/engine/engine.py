@@ -243,7 +243,7 @@ class VerifierEngine:
         )
 
     def _schedule(self, now_s: float) -> Schedule | None:
-        """Choose the next step. Requests that come with KV are admitted to the one after: drafts are asked for first."""
+        """Choose the next step. A request that comes with KV joins a later one: its draft is asked for first."""
         schedule = self.scheduler.schedule(now_s)
         placed = self.scheduler.take_arrived()
         if not placed:
@@ -256,7 +256,8 @@ class VerifierEngine:
     def _write_arrived(self, request: Request, start: int) -> None:
         """Write a request's KV of another verifier from a position on; what is before it the prefix cache had."""
         arrived, request.arrived = request.arrived, None
-        assert self.kv is not None and arrived is not None
+        assert self.kv is not None
+        assert arrived is not None
         for part in arrived.parts:
             first, stop = max(start, part.start), min(part.stop, arrived.num_tokens)
             if first < stop:

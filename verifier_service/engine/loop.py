@@ -26,9 +26,9 @@ from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
     BadRequest,
     Cancel,
+    EndTake,
     EngineLoad,
     EngineUpdate,
-    EndTake,
     HandOver,
     PauseGeneration,
     PauseMode,
@@ -148,8 +148,8 @@ class EngineLoop:
         for frame in given:  # each by itself: it may be as large as a message may be
             self._send(EngineUpdate(given=(frame,)))
         self._unpublished += failed
-        for message, arrived, _ in taken:
-            if (refusal := self._engine.add(message, arrived)) is not None:
+        for message, kv, _ in taken:
+            if (refusal := self._engine.add(message, kv)) is not None:
                 self._failures.append(refusal)
         return bool(taken)
 

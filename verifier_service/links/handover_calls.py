@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ import grpc
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
 from outrider.verifier_service.messages.engine import EngineUpdate
-from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, PullKV, TakeKV, TakenFrame
+from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, TakeKV, TakenFrame
 from outrider.verifier_service.messages.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class HandoverCalls:
         self._open: dict[str, asyncio.Queue[GivenFrame | ConnectionError]] = {}  # other verifiers' calls, by take id
         self._pulls: dict[str, asyncio.Task[None]] = {}  # own calls, by request
 
-    async def give(self, payload: bytes) -> AsyncIterator[bytes]:
+    async def give(self, payload: bytes) -> AsyncGenerator[bytes]:
         """Yield the engine's frames for one taker; closing the generator tells the engine that the taker has hung up.
 
         Raises `WireError` for what is no `TakeKV`, `ConnectionError` when there is no engine.
@@ -60,7 +60,8 @@ class HandoverCalls:
                 queue.put_nowait(frame)
         for pull in update.pulls:
             if pull.terms is not None:
-                self._pulls[pull.request_id] = asyncio.ensure_future(self._pull(pull.request_id, pull.source, pull.terms))
+                call = self._pull(pull.request_id, pull.source, pull.terms)
+                self._pulls[pull.request_id] = asyncio.ensure_future(call)
             elif (task := self._pulls.pop(pull.request_id, None)) is not None:
                 task.cancel()
 

@@ -28,7 +28,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens or the model's maximum length
     ABORT = "abort"  # cancelled by the client
     ERROR = "error"
-    NOT_TAKEN = "not_taken"  # a verifier could not take the request over: the gateway sends it again, clients see nothing
+    NOT_TAKEN = "not_taken"  # by the taker of a request: the gateway sends it again, clients see nothing
 
 
 class TokenOrigin(enum.StrEnum):

@@ -288,5 +288,5 @@ def test_a_follower_stops_when_rank_0_is_gone(tmp_path):
     make_checkpoint(tmp_path)
     near, far = multiprocessing.Pipe()
     near.close()
-    follow(far, make_runner(tmp_path))
+    follow(far, make_runner(tmp_path), {})
     ParallelRunner(make_runner(tmp_path), [far]).close()  # a closed pipe is no error either

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from outrider.verifier_service.handover.kv_bytes import EngineKV, follower_calls
 from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
@@ -50,7 +51,7 @@ def run_follower(connection: Connection, store_address: str) -> None:
     while folder := connection.recv_bytes().decode():
         runner = ModelRunner(config_of(folder), group)
         connection.send_bytes(str(runner.weight_bytes_read).encode())
-        follow(connection, runner)
+        follow(connection, runner, follower_calls(runner))
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +204,32 @@ def test_join_refuses_what_cannot_be():
         TensorParallelGroup.join(0, 2, "127.0.0.1:1", backend="mpi")
     with pytest.raises(ValueError, match="rank"):
         TensorParallelGroup.join(2, 2, "127.0.0.1:1")
+
+
+def test_kv_of_two_ranks_is_that_of_one(pair, tmp_path):
+    """What two ranks computed, with a KV head each or sharing one, is read as one rank's, and written by either."""
+    group, connection = pair
+    for model_type in ("llama", "qwen3"):
+        folder = tmp_path / model_type
+        make_checkpoint(folder, model_type)
+        connection.send_bytes(str(folder).encode())
+        shared = ModelRunner(config_of(str(folder)), group)
+        connection.recv_bytes()
+        alone = ModelRunner(dataclasses.replace(config_of(str(folder)), tensor_parallel_size=1), TensorParallelGroup.single())
+        parallel, both, one = ParallelRunner(shared, [connection]), EngineKV(shared, [connection]), EngineKV(alone)
+        (tokens,) = random_sequences((30,))
+        table = list(range(8))
+        batch, _ = next(scattered_batches([tokens], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
+        parallel.execute(batch)
+        alone.execute(batch)
+        length = batch.context_lengths[0]
+        table = batch.block_tables[0]
+        of_both, of_one = both.read(table, 0, length), one.read(table, 0, length)
+        assert both.fingerprint == one.fingerprint
+        assert of_both.shape == of_one.shape
+        assert relative_difference(of_one.view(torch.float32), of_both.view(torch.float32)) < 1e-5
+        both.write(table, 0, length, of_one)
+        assert torch.equal(both.read(table, 0, length), of_one)
+        one.write(table, 0, length, of_both)
+        assert torch.equal(one.read(table, 0, length), of_both)
+        parallel.close()

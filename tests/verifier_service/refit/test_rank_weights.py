@@ -15,7 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.messages.engine import DestroyWeightsGroup, InitWeightsGroup, UpdateWeights
+from outrider.verifier_service.messages.engine import (
+    WEIGHT_CHANGES,
+    DestroyWeightsGroup,
+    InitWeightsGroup,
+    UpdateWeights,
+)
 from outrider.verifier_service.model import packed_linear
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
@@ -368,7 +373,7 @@ def run_follower(connection: Connection, store_address: str) -> None:
     while folder := connection.recv_bytes().decode():
         runner = runner_of(folder.removeprefix("!"), group=group)
         model_weights.ModelWeights.copy = (lambda self, source: None) if folder.startswith("!") else whole_copy
-        follow(connection, runner, RankWeights(runner).change)
+        follow(connection, runner, dict.fromkeys(WEIGHT_CHANGES, RankWeights(runner).change))
 
 
 @pytest.fixture(scope="module")
