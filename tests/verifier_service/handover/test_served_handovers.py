@@ -1,0 +1,180 @@
+"""Two verifiers' loops behind gRPC ports: KV in frames and over a tensor channel, givers that end and takers that go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from multiprocessing import Pipe
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.cluster.replicas.engine_shell import EngineShell
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine.loop import EngineLoop
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
+from outrider.verifier_service.links.handover_calls import HandoverCalls
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
+from outrider.verifier_service.messages.handover import KVSource
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import encode
+from tiny.handing import HandingEngine, ask, prompts
+
+PATIENCE_S = 20.0
+
+
+class Served:
+    """One verifier: its loop on a thread, its shell and its port on this event loop."""
+
+    def __init__(self, *, has_channel: bool) -> None:
+        self.bench = HandingEngine(has_channel=has_channel)
+        near, far = Pipe()
+        self._shell = EngineShell(near, FROM_ENGINE, on_message=self._hear, on_failure=self._fail)
+        self.table = RequestTable(self._shell.send)
+        self.calls = HandoverCalls(self._shell.send)
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._thread = threading.Thread(target=self._run, args=(far,), daemon=True)
+        self.num_inline_bytes = 0
+        self.error: BaseException | None = None
+
+    async def start(self) -> None:
+        servicer = VerifierLinkServicer(self.table, ControlTable(self._shell.send), self.calls)
+        link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, self._server)
+        self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self._shell.start()
+        self._thread.start()
+
+    def _run(self, pipe: Any) -> None:
+        try:
+            EngineLoop(self.bench.engine, RelayDraftClient(), pipe, clock=time.monotonic, check_integrity=True).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            pipe.close()
+
+    def _hear(self, update: EngineUpdate) -> None:
+        self.num_inline_bytes += sum(len(frame.payload) for frame in update.given)
+        self.table.deliver(update.outputs)
+        self.calls.deliver(update)
+
+    def _fail(self, reason: str) -> None:
+        self.table.fail(reason)
+        self.calls.fail(reason)
+
+    def stream(self, message: GenerationRequest) -> AsyncIterator[RequestOutput | None]:
+        return self.table.stream(encode(message))
+
+    async def stop(self) -> None:
+        await self.calls.close()
+        await self._server.stop(grace=None)
+        self._shell.close()
+        await asyncio.to_thread(self._thread.join)
+        self.bench.handovers.close()
+        assert self.error is None, repr(self.error)
+
+
+@contextlib.asynccontextmanager
+async def pair(*, has_channel: bool = False) -> AsyncIterator[tuple[Served, Served]]:
+    giver, taker = Served(has_channel=has_channel), Served(has_channel=has_channel)
+    await giver.start()
+    await taker.start()
+    async with asyncio.timeout(PATIENCE_S):
+        yield giver, taker
+    await giver.stop()
+    await taker.stop()
+
+
+async def tokens_of(outputs: AsyncIterator[RequestOutput | None], *, until_held: bool = False) -> list[int]:
+    tokens: list[int] = []
+    async for output in outputs:
+        if output is None:
+            continue
+        assert output.finish_reason is not FinishReason.NOT_TAKEN, output.error
+        tokens += output.token_ids
+        if until_held and output.is_held:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("has_channel", [False, True], ids=["frames", "gloo"])
+async def test_requests_change_hands_between_ports(has_channel):
+    async with pair(has_channel=has_channel) as (giver, taker):
+        messages = [ask(f"given {index}", prompt) for index, prompt in enumerate(prompts())]
+        expected = [await tokens_of(taker.stream(replace(each, request_id="alone"))) for each in messages]
+        taker.bench.engine.scheduler.flush_cache()
+
+        async def handed_over(message: GenerationRequest) -> list[int]:
+            source = KVSource(endpoint=giver.endpoint, request_id=message.request_id)
+            first = giver.stream(replace(message, hands_over=True))
+            rest = taker.stream(replace(message, request_id=f"{message.request_id} on", kv_source=source))
+            async with contextlib.aclosing(first), contextlib.aclosing(rest):
+                return await tokens_of(first, until_held=True) + await tokens_of(rest)
+
+        assert await asyncio.gather(*map(handed_over, messages)) == expected
+        num_bytes = giver.bench.handovers.giver.counters.num_bytes
+        assert num_bytes >= sum(map(len, prompts())) * giver.bench.kv.num_bytes_per_token
+        if has_channel:  # while a channel connects, parts go in frames
+            assert giver.num_inline_bytes < num_bytes
+        assert not giver.calls._open
+        assert not taker.calls._pulls
+
+
+async def test_a_giver_whose_shell_is_gone_ends_the_pull():
+    async with pair() as (giver, taker):
+        message = ask("a", prompts()[0])
+        source = KVSource(endpoint=giver.endpoint, request_id="never there")
+        outputs = taker.stream(replace(message, kv_source=source))
+        assert await anext(outputs) is None
+        while not giver.calls._open:
+            await asyncio.sleep(0.01)
+        await giver._server.stop(grace=None)
+        last = await anext(outputs)
+        assert last is not None
+        assert last.finish_reason is FinishReason.NOT_TAKEN
+        assert "CANCELLED" in str(last.error) or "UNAVAILABLE" in str(last.error)
+
+
+async def test_a_taker_that_is_cancelled_hangs_up():
+    async with pair() as (giver, taker):
+        first = giver.stream(replace(ask("a", prompts()[0]), hands_over=True))
+        await tokens_of(first, until_held=True)
+        source = KVSource(endpoint=giver.endpoint, request_id="unknown, and waited for")
+        outputs = taker.stream(replace(ask("b", prompts()[0]), kv_source=source))
+        assert await anext(outputs) is None
+        while not giver.calls._open:
+            await asyncio.sleep(0.01)
+        await outputs.aclose()
+        while giver.calls._open or taker.calls._pulls:
+            await asyncio.sleep(0.01)
+        await first.aclose()
+
+
+async def test_an_engine_that_gives_nothing_says_so():
+    async with pair() as (giver, _):
+        giver_server = grpc.aio.server()
+        table = RequestTable(lambda message: None)
+        servicer = VerifierLinkServicer(table, ControlTable(lambda message: None))
+        link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, giver_server)
+        port = giver_server.add_insecure_port("127.0.0.1:0")
+        await giver_server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = link_pb2_grpc.VerifierLinkStub(channel).TakeKV(link_pb2.Frame(payload=b""))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(call))
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            call = link_pb2_grpc.VerifierLinkStub(grpc.aio.insecure_channel(giver.endpoint)).TakeKV(
+                link_pb2.Frame(payload=b"nonsense")
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(call))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await giver_server.stop(grace=None)
