@@ -32,8 +32,9 @@ ROOMS = {
     "verifier_service/links": "proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
     "verifier_service/refit": "messages model",
+    "verifier_service/handover": "messages model links",
     "verifier_service/engine": (
-        "verifier_service proto messages gpu model sampling scheduling pricing links drafting refit"
+        "verifier_service proto messages gpu model sampling scheduling pricing links drafting refit handover"
     ),
     # who drafts
     "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import

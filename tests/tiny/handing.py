@@ -17,7 +17,6 @@ from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine, connect_handovers
 from outrider.verifier_service.handover.kv_bytes import EngineKV
-from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.handover import EndTake, KVSource, TakeKV, TakenFrame
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -67,9 +66,7 @@ class HandingEngine:
         drafter = config.drafter_spec
         assert drafter is not None
         client = FramedDraftClient(build_draft_engine(drafter))
-        self.engine: VerifierEngine = build_engine(
-            ParallelRunner(self.share), self.spec, client, has_grammars=False
-        )
+        self.engine: VerifierEngine = build_engine(ParallelRunner(self.share), self.spec, client, has_grammars=False)
         self.kv = EngineKV(self.share)
         self.handovers = connect_handovers(self.engine, self.kv, self.spec)
         self.outputs: list[RequestOutput] = []
@@ -120,9 +117,7 @@ class Ferry:
                     self.giver.handovers.handle(EndTake(take_id=take_id))
                 continue
             take_id = self._takes[call.request_id] = str(next(self._serial))
-            self.giver.handovers.handle(
-                TakeKV(take_id=take_id, request_id=call.source.request_id, terms=call.terms)
-            )
+            self.giver.handovers.handle(TakeKV(take_id=take_id, request_id=call.source.request_id, terms=call.terms))
         given = [] if self.is_cut else self.giver.handovers.pump().given
         names = {take_id: name for name, take_id in self._takes.items()}
         for frame in given:
@@ -143,7 +138,7 @@ class Ferry:
     def _land(self) -> None:
         pumped = self.taker.handovers.pump()
         self.taker.outputs += pumped.failed
-        for message, arrived, _ in pumped.taken:
+        for message, arrived in pumped.taken:
             assert self.taker.engine.add(message, arrived) is None
 
     def hand_over(self, message: GenerationRequest, name: str = "taken", **fields: Any) -> list[int]:

@@ -278,7 +278,7 @@ class VerifierEngine:
             request.stands_until_s = self._clock() + HOLD_S
         return [replace(self._outputs.ended(request, None), is_held=True) for request in held]
 
-    def _hold_givers(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> set[str]:
+    def _hold_givers(self, outcomes: Sequence[Outcome]) -> set[str]:
         """Let requests stand still that wait for a taker after these tokens; return their ids."""
         held: set[str] = set()
         for outcome in outcomes:
@@ -286,8 +286,6 @@ class VerifierEngine:
             if request.hands_over and outcome.committed and outcome.finish_reason is None:
                 request.hands_over, request.stands_until_s = False, self._clock() + HOLD_S
                 held.add(request.request_id)
-                if self.handovers is not None and self.handovers.giver.wants_logits(request):
-                    request.last_logits = step.logits[outcome.rows[-1]].float().cpu().numpy().tobytes()
         return held
 
     def _finish(self, step: LaunchedStep) -> list[RequestOutput]:
@@ -302,7 +300,7 @@ class VerifierEngine:
         self._verified_s = verified_s
         self._price(step, outcomes, step_s)
         outputs = self._outputs.build(step, outcomes)
-        if held := self._hold_givers(step, outcomes):
+        if held := self._hold_givers(outcomes):
             for output in outputs:
                 output.is_held = output.request_id in held
         self.drafting.observe_verified(

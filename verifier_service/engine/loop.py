@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from outrider.verifier_service.engine.control import (
     ChangeDraft,
@@ -22,6 +23,7 @@ from outrider.verifier_service.engine.control import (
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
+from outrider.verifier_service.handover.handovers import Handovers
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
     BadRequest,
@@ -148,7 +150,7 @@ class EngineLoop:
         for frame in given:  # each by itself: it may be as large as a message may be
             self._send(EngineUpdate(given=(frame,)))
         self._unpublished += failed
-        for message, kv, _ in taken:
+        for message, kv in taken:
             if (refusal := self._engine.add(message, kv)) is not None:
                 self._failures.append(refusal)
         return bool(taken)
@@ -270,6 +272,19 @@ def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Ite
     yield from update_frames(rest, max_bytes)
 
 
+def handover_counters(handovers: Handovers | None) -> dict[str, Any]:
+    """Return the counters of requests that came from or went to other verifiers."""
+    if handovers is None:
+        return {}
+    giver = handovers.giver
+    return {
+        "num_given": giver.num_given,
+        "num_given_bytes": giver.num_bytes,
+        "refused_takes": dict(giver.refusals),
+        "num_taken": handovers.taker.num_taken,
+    }
+
+
 def engine_load(
     engine: VerifierEngine, rates: RecentRates, now_s: float, drafts: RelayDraftClient | None = None
 ) -> EngineLoad:
@@ -292,6 +307,7 @@ def engine_load(
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            **handover_counters(engine.handovers),
         ),
         requests=(
             *(RequestLoad.of(request, is_running=True) for request in running),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from outrider.verifier_service.handover.kv_bytes import KVBytes
@@ -22,7 +23,7 @@ EARLY_S = 5.0  # a taker may come before the request: both were sent at once
 
 @dataclass(slots=True)
 class _Take:
-    terms_of: TakeKV
+    message: TakeKV
     deadline_s: float  # by which the request must be here
     sender: TensorSender | None
     request: Request | None = None
@@ -34,13 +35,6 @@ class _Take:
     def is_behind(self) -> bool:
         """Whether KV is there that was not sent."""
         return not self.is_over and self.request is not None and self.num_sent < self.request.num_computed_tokens
-
-
-@dataclass(slots=True)
-class GiverCounters:
-    num_bytes: int = 0
-    num_given: int = 0  # requests
-    refusals: dict[str, int] = field(default_factory=dict)
 
 
 class Giver:
@@ -57,7 +51,8 @@ class Giver:
         open_sender: Callable[[TensorRoute], TensorSender] = TensorSender,
     ) -> None:
         """`requests`: the engine's, by id. `is_current`: whether a request's KV is of the weights of now."""
-        self.counters = GiverCounters()
+        self.num_given, self.num_bytes = 0, 0  # requests, and their KV
+        self.refusals: collections.Counter[str] = collections.Counter()
         self._kv, self._requests, self._clock = kv, requests, clock
         self._is_current, self._weight_version, self._open_sender = is_current, weight_version, open_sender
         self._takes: dict[str, _Take] = {}
@@ -67,11 +62,6 @@ class Giver:
     def is_behind(self) -> bool:
         """Whether the next `pump` has something to send although no step runs meanwhile."""
         return any(take.is_behind for take in self._takes.values())
-
-    def wants_logits(self, request: Request) -> bool:
-        """Return whether a taker has asked for the logits of a request's last token."""
-        takes = (take.terms_of for take in self._takes.values() if not take.is_over)
-        return any(call.request_id == request.request_id and call.terms.wants_logits for call in takes)
 
     def take(self, message: TakeKV) -> None:
         """Begin to give a request's KV."""
@@ -126,7 +116,7 @@ class Giver:
 
     def _find(self, take: _Take) -> Request | None:
         """Return the request of a take; None if it is not here yet, or if the taker has been refused."""
-        request = self._requests.get(take.terms_of.request_id)
+        request = self._requests.get(take.message.request_id)
         if take.request is None:
             if request is None:
                 if self._clock() > take.deadline_s:
@@ -149,29 +139,26 @@ class Giver:
 
     def _send_part(self, take: _Take, request: Request, start: int, stop: int) -> None:
         data = self._kv.read(request.block_table, start, stop)
-        self.counters.num_bytes += data.numel()
+        self.num_bytes += data.numel()
         number = None if take.sender is None else take.sender.offer(data)
         if number is None:
             part = KVPart(start=start, stop=stop, data=cast(bytes, data.numpy().data))  # a view, not a copy
         else:
             part = KVPart(start=start, stop=stop, data=b"", tensor=number, num_bytes=data.numel())
-        self._frames.append(GivenFrame(take_id=take.terms_of.take_id, payload=encode(part)))
+        self._frames.append(GivenFrame(take_id=take.message.take_id, payload=encode(part)))
 
     def _finish(self, take: _Take, request: Request) -> None:
         take.is_over = True
-        self.counters.num_given += 1
-        logits = b""
-        if take.terms_of.terms.wants_logits and request.last_logits is not None:
-            logits = request.last_logits
+        self.num_given += 1
         output_token_ids = tuple(request.token_ids[request.num_prompt_tokens :])
-        end = KVEnd(output_token_ids=output_token_ids, num_tokens=request.num_tokens, logits=logits)
-        self._frames.append(GivenFrame(take_id=take.terms_of.take_id, payload=encode(end), is_last=True))
+        end = KVEnd(output_token_ids=output_token_ids, num_tokens=request.num_tokens)
+        self._frames.append(GivenFrame(take_id=take.message.take_id, payload=encode(end), is_last=True))
 
     def _refuse(self, take: _Take, reason: str) -> None:
         take.is_over = True
-        self.counters.refusals[reason] = self.counters.refusals.get(reason, 0) + 1
+        self.refusals[reason] += 1
         refused = KVRefused(reason=reason)
-        self._frames.append(GivenFrame(take_id=take.terms_of.take_id, payload=encode(refused), is_last=True))
+        self._frames.append(GivenFrame(take_id=take.message.take_id, payload=encode(refused), is_last=True))
 
     def _is_taken(self, request: Request) -> bool:
         """Return whether another taker holds the request still."""

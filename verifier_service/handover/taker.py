@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-
 from outrider.verifier_service.handover.kv_bytes import KVBytes
 from outrider.verifier_service.links.tensor_channel import TensorReceiver, TensorStore
 from outrider.verifier_service.messages.handover import (
@@ -33,11 +31,10 @@ LONGEST_SILENCE_S = 2.0  # of tensors that were announced, once everything else 
 
 
 class Taken(NamedTuple):
-    """A request whose KV is here; `logits` float32 [vocab_size] of its last token, if they were wanted."""
+    """A request whose KV is here."""
 
     message: GenerationRequest
     arrived: ArrivedKV
-    logits: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -61,18 +58,18 @@ class Taker:
         *,
         weight_version: Callable[[], str],
         clock: Callable[[], float],
-        wants_logits: Callable[[], bool] = lambda: False,
         store: TensorStore | None = None,
         transport: str = "",
     ) -> None:
         """With a `store`, KV comes over tensor channels of this `transport`, where the giver can."""
         self._kv, self._weight_version, self._clock = kv, weight_version, clock
-        self._wants_logits, self._store, self._transport = wants_logits, store, transport
+        self._store, self._transport = store, transport
         self._pulls: dict[str, _Pull] = {}
         self._calls: list[PullKV] = []
         self._taken: list[Taken] = []
         self._failed: list[RequestOutput] = []
         self._num_channels = 0
+        self.num_taken = 0
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -91,7 +88,6 @@ class Taker:
             fingerprint=self._kv.fingerprint,
             weight_version=version,
             tensors=None if receiver is None else receiver.route,
-            wants_logits=self._wants_logits(),
         )
         self._calls.append(PullKV(request_id=message.request_id, source=message.kv_source, terms=terms))
 
@@ -196,8 +192,8 @@ class Taker:
             arrived = ArrivedKV(num_prompt + len(output_token_ids) - 1, pull.parts)
             # without siblings: their KV is shared within one pool, and this one has KV of its own
             message = replace(message, kv_source=None, group_id=None, output_token_ids=output_token_ids)
-            logits = torch.frombuffer(bytearray(end.logits), dtype=torch.float32) if end.logits else None
-            self._taken.append(Taken(message, arrived, None if source.draws_anew else logits))
+            self._taken.append(Taken(message, arrived))
+            self.num_taken += 1
 
     def _fail(self, pull: _Pull, reason: str) -> None:
         self._end(pull)

@@ -299,6 +299,10 @@ class EngineCounters:
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
     num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
     num_tensor_fallbacks: int = 0  # messages that carry states as bytes: the channel was full or had failed
+    num_given: int = 0  # requests that other verifiers took, with their KV
+    num_given_bytes: int = 0
+    refused_takes: dict[str, int] = field(default_factory=dict)  # by reason
+    num_taken: int = 0  # requests that came with KV
     idle_s: float = 0.0  # no step ran because every request waited for its draft
     num_extrapolated_steps: int = 0  # far beyond the cost model's points
     graphs: GraphCounts = field(default_factory=GraphCounts)

@@ -49,7 +49,6 @@ class KVTerms:
     fingerprint: str  # of model, weights, dtype, block size, rotary embedding, taps: see `kv_fingerprint`
     weight_version: str
     tensors: TensorRoute | None = None  # the taker's tensor channel; None: KV goes as bytes
-    wants_logits: bool = False  # the logits that the last token was drawn from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,6 @@ class KVEnd:
 
     output_token_ids: tuple[int, ...]  # all so far
     num_tokens: int  # prompt included
-    logits: bytes = b""  # float32 [vocab_size], little-endian: of the last token; empty unless wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -404,7 +404,6 @@ class Request:
     hold_until_s: float | None = None  # its draft is in flight: no step schedules it before this deadline
     hands_over: bool = False  # after its next tokens it stands still
     stands_until_s: float | None = None  # it stands still for another verifier to take, so long; inf: it is being taken
-    last_logits: bytes = b""  # float32 [vocab_size], of the last token of a request that stands still after its first
     arrived: ArrivedKV | None = None  # KV from another verifier, that is not in blocks yet
     num_preemptions: int = 0
     first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue

@@ -311,5 +311,3 @@ def test_a_hold_that_is_being_taken_has_no_end(giver, taker):
     taker.handovers.taker.drop("b")
     ferry.round()
     assert giver.engine.requests["a"].stands_until_s < math.inf, "nobody took it: it will go on by itself"
-
-

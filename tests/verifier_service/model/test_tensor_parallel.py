@@ -215,7 +215,9 @@ def test_kv_of_two_ranks_is_that_of_one(pair, tmp_path):
         connection.send_bytes(str(folder).encode())
         shared = ModelRunner(config_of(str(folder)), group)
         connection.recv_bytes()
-        alone = ModelRunner(dataclasses.replace(config_of(str(folder)), tensor_parallel_size=1), TensorParallelGroup.single())
+        alone = ModelRunner(
+            dataclasses.replace(config_of(str(folder)), tensor_parallel_size=1), TensorParallelGroup.single()
+        )
         parallel, both, one = ParallelRunner(shared, [connection]), EngineKV(shared, [connection]), EngineKV(alone)
         (tokens,) = random_sequences((30,))
         table = list(range(8))
