@@ -55,8 +55,10 @@ class HandingEngine:
     """One verifier with an EAGLE-3 head; `num_tokens_per_step` makes prompts come in chunks."""
 
     def __init__(self, *, num_tokens_per_step: int = 16, num_kv_blocks: int = 64, has_channel: bool = False) -> None:
-        head = str(embedded.drafter_paths()[HEAD["method"]])
-        config = ServiceConfig(model="embedded", seed=0, speculative_config={**HEAD, "model": head}, dtype="float32")
+        speculative = {**HEAD, "model": str(embedded.drafter_paths()[HEAD["method"]])}
+        config = ServiceConfig(
+            model="embedded", seed=0, speculative_config=speculative, dtype="float32", kv_cache_memory_bytes=1 << 25
+        )
         spec = config.verifier_spec
         model = replace(spec.model, check_logits=False, num_kv_blocks=num_kv_blocks, kv_cache_memory_bytes=None)
         store = {"tensor_transport": "gloo", "tensor_host": "127.0.0.1"} if has_channel else {}

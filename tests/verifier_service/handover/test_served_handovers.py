@@ -34,8 +34,8 @@ PATIENCE_S = 20.0
 class Served:
     """One verifier: its loop on a thread, its shell and its port on this event loop."""
 
-    def __init__(self, *, has_channel: bool) -> None:
-        self.bench = HandingEngine(has_channel=has_channel)
+    def __init__(self, bench: HandingEngine) -> None:
+        self.bench = bench
         near, far = Pipe()
         self._shell = EngineShell(near, FROM_ENGINE, on_message=self._hear, on_failure=self._fail)
         self.table = RequestTable(self._shell.send)
@@ -82,9 +82,16 @@ class Served:
         assert self.error is None, repr(self.error)
 
 
+@pytest.fixture(scope="module")
+def benches() -> dict[bool, tuple[HandingEngine, HandingEngine]]:
+    """Engines with and without a tensor channel: they are slow to load, and every test leaves them empty."""
+    return {has_channel: (HandingEngine(has_channel=has_channel), HandingEngine()) for has_channel in (False, True)}
+
+
 @contextlib.asynccontextmanager
-async def pair(*, has_channel: bool = False) -> AsyncIterator[tuple[Served, Served]]:
-    giver, taker = Served(has_channel=has_channel), Served(has_channel=has_channel)
+async def pair(benches: tuple[HandingEngine, HandingEngine]) -> AsyncIterator[tuple[Served, Served]]:
+    """Yield a giver and a taker."""
+    taker, giver = map(Served, benches)
     await giver.start()
     await taker.start()
     async with asyncio.timeout(PATIENCE_S):
@@ -106,8 +113,9 @@ async def tokens_of(outputs: AsyncIterator[RequestOutput | None], *, until_held:
 
 
 @pytest.mark.parametrize("has_channel", [False, True], ids=["frames", "gloo"])
-async def test_requests_change_hands_between_ports(has_channel):
-    async with pair(has_channel=has_channel) as (giver, taker):
+async def test_requests_change_hands_between_ports(benches, has_channel):
+    num_bytes_before = benches[has_channel][1].handovers.giver.num_bytes
+    async with pair(benches[has_channel]) as (giver, taker):
         messages = [ask(f"given {index}", prompt) for index, prompt in enumerate(prompts())]
         expected = [await tokens_of(taker.stream(replace(each, request_id="alone"))) for each in messages]
         taker.bench.engine.scheduler.flush_cache()
@@ -120,7 +128,7 @@ async def test_requests_change_hands_between_ports(has_channel):
                 return await tokens_of(first, until_held=True) + await tokens_of(rest)
 
         assert await asyncio.gather(*map(handed_over, messages)) == expected
-        num_bytes = giver.bench.handovers.giver.num_bytes
+        num_bytes = giver.bench.handovers.giver.num_bytes - num_bytes_before
         assert num_bytes >= sum(map(len, prompts())) * giver.bench.kv.num_bytes_per_token
         if has_channel:  # while a channel connects, parts go in frames
             assert giver.num_inline_bytes < num_bytes
@@ -128,8 +136,8 @@ async def test_requests_change_hands_between_ports(has_channel):
         assert not taker.calls._pulls
 
 
-async def test_a_giver_whose_shell_is_gone_ends_the_pull():
-    async with pair() as (giver, taker):
+async def test_a_giver_whose_shell_is_gone_ends_the_pull(benches):
+    async with pair(benches[False]) as (giver, taker):
         message = ask("a", prompts()[0])
         source = KVSource(endpoint=giver.endpoint, request_id="never there")
         outputs = taker.stream(replace(message, kv_source=source))
@@ -143,8 +151,8 @@ async def test_a_giver_whose_shell_is_gone_ends_the_pull():
         assert "CANCELLED" in str(last.error) or "UNAVAILABLE" in str(last.error)
 
 
-async def test_a_taker_that_is_cancelled_hangs_up():
-    async with pair() as (giver, taker):
+async def test_a_taker_that_is_cancelled_hangs_up(benches):
+    async with pair(benches[False]) as (giver, taker):
         first = giver.stream(replace(ask("a", prompts()[0]), hands_over=True))
         await tokens_of(first, until_held=True)
         source = KVSource(endpoint=giver.endpoint, request_id="unknown, and waited for")
@@ -158,23 +166,20 @@ async def test_a_taker_that_is_cancelled_hangs_up():
         await first.aclose()
 
 
-async def test_an_engine_that_gives_nothing_says_so():
-    async with pair() as (giver, _):
-        giver_server = grpc.aio.server()
-        table = RequestTable(lambda message: None)
-        servicer = VerifierLinkServicer(table, ControlTable(lambda message: None))
-        link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, giver_server)
-        port = giver_server.add_insecure_port("127.0.0.1:0")
-        await giver_server.start()
+async def test_calls_that_cannot_be_answered_say_why():
+    sent: list[object] = []
+    for calls, payload, code in [
+        (None, b"", grpc.StatusCode.UNIMPLEMENTED),
+        (HandoverCalls(sent.append), b"nonsense", grpc.StatusCode.INVALID_ARGUMENT),
+    ]:
+        server = grpc.aio.server()
+        servicer = VerifierLinkServicer(RequestTable(sent.append), ControlTable(sent.append), calls)
+        link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = link_pb2_grpc.VerifierLinkStub(channel).TakeKV(link_pb2.Frame(payload=b""))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await anext(aiter(call))
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            call = link_pb2_grpc.VerifierLinkStub(grpc.aio.insecure_channel(giver.endpoint)).TakeKV(
-                link_pb2.Frame(payload=b"nonsense")
-            )
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await anext(aiter(call))
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await giver_server.stop(grace=None)
+                await anext(aiter(link_pb2_grpc.VerifierLinkStub(channel).TakeKV(link_pb2.Frame(payload=payload))))
+        assert refused.value.code() is code
+        await server.stop(grace=None)
+    assert not sent
