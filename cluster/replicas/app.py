@@ -76,7 +76,8 @@ def build(config: ServiceConfig) -> Application:
         GatewayReplica,
         "Gateway",
         **_scaling(config.gateway.num_gateways, GATEWAY_TARGETS),
-        graceful_shutdown_timeout_s=2 * config.drain_timeout_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
+        # Serve waits for HTTP's streams, then we for gRPC's
+        graceful_shutdown_timeout_s=2 * config.drain_timeout_s + STOP_MARGIN_S,
         max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )
     # Serve deploys everything that the ingress is bound to

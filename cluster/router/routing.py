@@ -10,8 +10,8 @@ others:
 2. Any other request goes to the verifier with the least load. The price of a draft token is part of that load: near 1
    the machine is compute-bound, and one more request slows all others down.
 
-Where verifiers have roles, a long prompt is computed at one of role `prefill`, chosen by the same two rules, and decoded
-at another verifier. Roles are preferences: without a verifier of its role, any other one does the work.
+Where verifiers have roles, a long prompt is computed at one of role `prefill`, chosen by the same two rules, and
+decoded at another verifier. Roles are preferences: without a verifier of its role, any other one does the work.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ class KVSource:
 
     endpoint: str  # "host:port" of that verifier's port for gateways
     request_id: str  # what it is called there
-    # the taker keeps the KV of the prompt alone and draws the first token itself: a proxy that sends one prompt to two
-    # services by vLLM's `kv_transfer_params` expects the whole answer of the second
-    draws_anew: bool = False
+    draws_anew: bool = False  # the taker keeps the prompt's KV alone and draws the first token itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
