@@ -163,7 +163,7 @@ class PoolsConfig(Options):
             target=self.model.checkpoint(self.model.target_path, 1),
             speculative=pool.speculative,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_sessions=(self.num_verifiers.most if pool.is_in_pool else 1) * self.max_num_seqs,
+            max_sessions=(self.most_verifiers if pool.is_in_pool else 1) * self.max_num_seqs,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             learn_num_top=0 if pool.learner is None else pool.learner.num_top,
@@ -188,6 +188,11 @@ class PoolsConfig(Options):
             num_threads=learner.num_threads,
             seed=self.seed or 0,
         )
+
+    @property
+    def most_verifiers(self) -> int:
+        """The verifiers at their largest number."""
+        return self.num_verifiers.most
 
     @property
     def who_drafts(self) -> str:

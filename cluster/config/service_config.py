@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,6 +16,8 @@ from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOptions, Replicas, Resources
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
+from outrider.cluster.router.autoscaling import ReplicaRange
+from outrider.cluster.router.fleet import VerifierRole
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
@@ -30,6 +33,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
+_PEER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _NOT_KWARGS = ("model", "tensor_parallel_size", "distributed_executor_backend")  # of vLLM: they have options
 
 
@@ -48,6 +52,13 @@ class VerifierOptions(Options):
     tensor_parallel_size: Positive = option(1, "Ranks per verifier.")
     verifier_resources: Resources = option({}, "Custom Ray resources of each verifier.")
     verifier_labels: Labels = option({}, "Ray label selector of verifiers' nodes.")
+    num_prefill_verifiers: Replicas = option(
+        ReplicaRange(0, 0),
+        "Further verifiers, of role prefill: they compute long prompts, the others decode; min:max: scaled by load. "
+        "0: each verifier does both.",
+    )
+    prefill_verifier_resources: Resources = option({}, "Custom Ray resources of each of these.")
+    prefill_verifier_labels: Labels = option({}, "Ray label selector of their nodes.")
     enable_prefix_caching: bool = option(True)
     async_scheduling: bool = option(True, "Launch the next step before one is read; without CUDA, none is.")
     rollouts: bool = option(
@@ -66,6 +77,10 @@ class VerifierOptions(Options):
                 raise ValueError(f"{name} are vLLM's: they need engine vllm")
         if self.rollouts and self.engine == VLLM:
             raise ValueError("rollouts: they are our own engine's")
+        if self.num_prefill_verifiers.most and self.engine == VLLM:
+            raise ValueError("num_prefill_verifiers: roles are our own engine's")
+        if self.num_prefill_verifiers.most and self.rollouts:
+            raise ValueError("num_prefill_verifiers: in rollouts a sample stays where its prompt was computed")
         for name in _NOT_KWARGS:
             if name in self.engine_kwargs:
                 raise ValueError(f"engine_kwargs: {name} is not vLLM's to be told: say it to the service")
@@ -87,6 +102,9 @@ class GatewayOptions(Options):
     ssl_certfile: str | None = option(None, "PEM: certificate of the HTTP and gRPC ports.")
     ssl_keyfile: str | None = option(None, "PEM: key of --ssl-certfile.")
     ssl_ca_certs: str | None = option(None, "PEM: clients must present a certificate signed by one of these.")
+    kv_peers: Annotated[tuple[str, ...], Json] = option(
+        (), "Verifiers of other services that a request's kv_transfer_params may name: HOST or HOST:PORT of each."
+    )
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
     )
@@ -103,6 +121,8 @@ class GatewayOptions(Options):
         if self.otlp_traces_endpoint is not None:
             require_extra("otlp", "otlp_traces_endpoint")
         require_hashes(self.api_key_hashes)
+        if not all(_PEER.fullmatch(peer) for peer in self.kv_peers):
+            raise ValueError("kv_peers must be HOST or HOST:PORT, each")
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
         for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
             if getattr(self, name) not in (None, *families):
@@ -226,6 +246,7 @@ class ServiceConfig(PoolsConfig):
 
     @property
     def verifier_placement(self) -> PoolPlacement:
+        """What a verifier asks for that is none of role prefill."""
         ranks, gpus = self.verifiers.tensor_parallel_size, self.model.gpus_per_rank
         is_one_process = self.verifiers.engine == VLLM  # which starts its ranks itself, on the devices that it is given
         return PoolPlacement(
@@ -236,9 +257,26 @@ class ServiceConfig(PoolsConfig):
         )
 
     @property
+    def prefill_placement(self) -> PoolPlacement:
+        """What a verifier of role prefill asks for."""
+        own = self.verifiers
+        return dataclasses.replace(
+            self.verifier_placement, resources=own.prefill_verifier_resources, labels=own.prefill_verifier_labels
+        )
+
+    @property
+    def role(self) -> VerifierRole:
+        """Of the verifiers that are none of role prefill."""
+        return VerifierRole.DECODE if self.verifiers.num_prefill_verifiers.most else VerifierRole.BOTH
+
+    @property
+    def most_verifiers(self) -> int:
+        return super().most_verifiers + self.verifiers.num_prefill_verifiers.most
+
+    @property
     def num_ranks(self) -> int:
-        return super().num_ranks + self.num_verifiers.most * self.verifiers.tensor_parallel_size
+        return super().num_ranks + self.most_verifiers * self.verifiers.tensor_parallel_size
 
     @property
     def num_shells(self) -> int:
-        return super().num_shells + self.num_verifiers.most + self.gateway.num_gateways.most
+        return super().num_shells + self.most_verifiers + self.gateway.num_gateways.most

@@ -9,11 +9,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.cluster.common.background import is_being_cancelled
 from outrider.cluster.common.errors import OutriderError, RequestFailed
 from outrider.cluster.gateway.detokenizer import Detokenizer
+from outrider.cluster.gateway.kv_transfer import KeptOutput
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -81,6 +82,7 @@ class GatewayChunk:
     stop_string: str | None = None  # that ended the choice
     usage: Usage | None = None
     speculation: SpeculationMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # on the last one, where the prompt's KV is kept
 
     @property
     def text(self) -> str:
@@ -140,6 +142,7 @@ class Choice:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     _held: list[OutputToken] = field(default_factory=list)  # tokens whose text is not final
 
     def absorb(self, output: RequestOutput) -> GatewayChunk:
@@ -148,6 +151,8 @@ class Choice:
             raise RequestFailed(output.error or "the engine failed")
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.speculation = output.speculation or self.speculation
+        if isinstance(output, KeptOutput):
+            self.kv_transfer_params = output.params
         reason = output.finish_reason
         texts: list[str] = []
         if self.is_prompt_only:
@@ -209,6 +214,7 @@ class Choice:
             stop_string=self.detokenizer.stop_string,
             usage=usage if reason is not None else None,
             speculation=self.speculation if reason is not None else None,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def _count(self, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.cluster.common.errors import RequestFailed, Unavailable
 from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -60,6 +61,7 @@ class Journal:
             output,
             request_id=self.request.request_id,
             num_cached_tokens=self._num_cached_tokens,
+            is_held=False,
             speculation=self._total_speculation(),
         )
 
@@ -70,13 +72,14 @@ class Journal:
         self._speculation_before, self._speculation = self._total_speculation(), None
         return has_published
 
-    def continuation(self, request_id: str, plan: SpeculationPlan) -> GenerationRequest:
+    def continuation(self, request_id: str, plan: SpeculationPlan, source: KVSource | None = None) -> GenerationRequest:
         """Return the request for the next verifier: it goes on after the published tokens.
 
-        It needs a new id: the lost verifier may still be running the old one.
+        With a `source` that verifier takes over the KV that is there; without one it computes all KV again. It needs a
+        new id: the lost verifier may still be running the old one.
         """
         sampling = self.request.sampling
-        if self._num_published > 0:
+        if self._num_published > 0 or source is not None:
             sampling = replace(sampling, prompt_logprobs=None)  # the first output had them
         return replace(
             self.request,
@@ -84,6 +87,8 @@ class Journal:
             plan=plan,
             sampling=sampling,
             output_token_ids=tuple(self.token_ids),
+            hands_over=False,
+            kv_source=source,
         )
 
     @property

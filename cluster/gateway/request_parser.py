@@ -12,6 +12,7 @@ from typing import Any
 from outrider.cluster.common.api_keys import KeyPolicy
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
+from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
@@ -62,6 +63,7 @@ class ModelInfo:
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
     learns: bool = False  # a pool's drafters learn from requests that allow it
+    hands_over: bool = False  # its verifiers hand requests over with their KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class RequestInput:
     history_key: str | None = None  # in rollouts alone
     store: bool | None = None  # False: no drafter keeps anything of it once it has ended
     prediction: str | None = None  # expected output, used as a draft
+    kv_transfer: KVTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class ValidRequest:
     adapter: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
+    kv_transfer: KVTransfer = NO_TRANSFER
     trace_parent: str | None = None  # `traceparent` of the request's span; None: not traced
 
     def choices(self) -> list[GenerationRequest]:
@@ -154,6 +158,8 @@ class ValidRequest:
                 priority=self.priority,
                 target_inter_token_ms=self.target_inter_token_ms,
                 session_id=self.session_id,
+                hands_over=self.kv_transfer.hands_over,
+                kv_source=self.kv_transfer.source,
                 trace_parent=self.trace_parent,
             )
             for index in range(self.n)
@@ -199,7 +205,16 @@ class RequestParser:
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
             warnings=request.warnings,
+            kv_transfer=self._kv_transfer(request, num_choices),
         )
+
+    def _kv_transfer(self, request: RequestInput, num_choices: int) -> KVTransfer:
+        """Return what a proxy wants of the prompt's KV; several choices share a prompt, which stays where they are."""
+        wanted = request.kv_transfer or NO_TRANSFER
+        _require(self.model.hands_over or request.kv_transfer is None, FIELD, "left out: it is our own engine's")
+        is_one_token = request.max_tokens == 1 or not wanted.hands_over
+        _require(is_one_token, request.max_tokens_field, f"1 with do_remote_decode in {FIELD}")
+        return wanted if num_choices == 1 else NO_TRANSFER
 
     def _is_open(self, request: RequestInput, key_policy: KeyPolicy) -> bool:
         """Return whether no salt closes the request to learning; in rollouts a salt may be the policy's version."""

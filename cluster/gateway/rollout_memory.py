@@ -94,6 +94,7 @@ class Sample:
         self.token_ids += output.token_ids
         self.weight_version = output.weight_version or self.weight_version
         self._has_ended = output.finish_reason is not None
+        self.is_lost = output.is_held  # unless nobody takes it over
 
     def lose(self) -> None:
         """Note that the stream broke; behind its last output that is no loss."""

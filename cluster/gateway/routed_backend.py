@@ -7,38 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
-from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
+from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
+from outrider.cluster.gateway.handover import (
+    Journey,
+    KeptLegs,
+    Leg,
+    NotTaken,
+    TellHandover,
+    ignore_handover,
+)
 from outrider.cluster.gateway.internal_ids import internal_id
 from outrider.cluster.gateway.journal import Attempts, Journal
+from outrider.cluster.gateway.kv_transfer import offering, prompt_digest
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
+from outrider.cluster.gateway.verifier_streams import VerifierLost, VerifierStreams
 from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
-from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
-from outrider.verifier_service.messages.link import ACCEPTED
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import WireError, decode, encode
+from outrider.verifier_service.links.grpc_channel import LinkCredentials
+from outrider.verifier_service.messages.handover import KVSource
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
 
 logger = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: a frozen router must not block requests
 SNAPSHOT_INTERVAL_S = 0.5
-ACCEPT_TIMEOUT_S = 5.0  # a verifier that has not acknowledged the request by then is lost
 AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
-# status of a stream whose verifier ended; any other status is about the request
-LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RouterClient:
@@ -87,8 +93,12 @@ class RouterClient:
 
     def has_left(self, endpoint: str) -> bool:
         """Return whether the last snapshot has no verifier at an endpoint."""
-        snapshot = self.snapshot
-        return snapshot is not None and all(state.report.endpoint != endpoint for state in snapshot.verifiers)
+        return self.snapshot is not None and not self.has_verifier_at(endpoint)
+
+    def has_verifier_at(self, endpoint: str) -> bool:
+        """Return whether the last snapshot has a verifier at an endpoint."""
+        verifiers = () if self.snapshot is None else self.snapshot.verifiers
+        return any(state.report.endpoint == endpoint for state in verifiers)
 
     def drafters_of(self, verifier_id: str) -> frozenset[str]:
         """Return the drafters that a verifier has links to, by the last snapshot."""
@@ -115,23 +125,6 @@ class RouterClient:
         self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
 
 
-class _VerifierLost(Exception):
-    """A stream ended before its request, and the request is not known to be the cause."""
-
-    def __init__(self, reason: str, *, was_accepted: bool) -> None:
-        super().__init__(reason)
-        self.was_accepted = was_accepted  # the engine had the request
-
-
-class _Peer:
-    """A verifier's channel, shared by its streams; the last stream closes it once the verifier is lost."""
-
-    def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
-        self.channel = open_channel(endpoint, credentials)
-        self.stub = link_pb2_grpc.VerifierLinkStub(self.channel)
-        self.num_streams = 0
-
-
 class _Group:
     """Choices of one prompt, which share its KV: all go to the first one's verifier, until it is lost."""
 
@@ -152,6 +145,21 @@ class _Group:
             self._assignment = None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One request, over all of its attempts."""
+
+    journal: Journal
+    attempts: Attempts
+    source: KVSource | None  # of the first attempt: where the KV of its prompt is
+    is_first: bool = True
+
+    @property
+    def may_hand_over(self) -> bool:
+        """Whether its prompt may be computed elsewhere: choices share a prompt's KV, and what was lost once stays."""
+        return self.is_first and self.source is None and self.journal.request.group_id is None
+
+
 class RoutedBackend:
     """A gateway's `Backend` over every verifier of the fleet."""
 
@@ -165,22 +173,27 @@ class RoutedBackend:
         max_queued_requests: int,
         failover_timeout_s: float,
         memory: RolloutMemory | None = None,
+        kv_peers: Iterable[str] = (),
+        tell_handover: TellHandover = ignore_handover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_queued_requests`, per verifier: see `admission`. `failover_timeout_s`: see `Attempts`.
 
-        `memory`: of rollouts, and where there are none, None.
+        `memory`: of rollouts, and where there are none, None. `kv_peers`: hosts, or hosts and ports, of verifiers
+        beside the fleet's from which a client may have KV taken.
         """
         self._router = router
         self._gateway_id = gateway_id
         self._model = model
-        self._credentials = credentials
         self._max_queued_requests = max_queued_requests
         self._failover_timeout_s = failover_timeout_s
         self._memory = memory
         self._clock = clock
         self._turnover = Turnover(clock)
-        self._peers: dict[str, _Peer] = {}
+        self._streams = VerifierStreams(gateway_id, credentials, router.has_left)
+        self._kept = KeptLegs()
+        self._kv_peers = frozenset(kv_peers)
+        self._tell_handover = tell_handover
         self._groups: dict[str, _Group] = {}
         self._serial = itertools.count()
 
@@ -191,24 +204,32 @@ class RoutedBackend:
         a verifier refuses the request; `RequestFailed` if it seems to crash its verifiers.
         """
         self._admit(request)
-        journal = Journal(request=request, model=self._model)
-        attempts = Attempts(failover_timeout_s=self._failover_timeout_s)
+        run = _Run(
+            journal=Journal(request=request, model=self._model),
+            attempts=Attempts(failover_timeout_s=self._failover_timeout_s),
+            source=self._allowed_source(request),
+        )
+        journal = run.journal
         with self._turnover.entered() as ticket, self._group_of(request) as group:
             while journal.ending is None:
-                name = internal_id(self._gateway_id, next(self._serial), request.request_id)
-                assignment = await self._place(name, journal, attempts, group)
-                message, version = journal.continuation(name, assignment.plan), journal.weight_version
+                name = self._new_name(request)
+                assignment = await self._place(name, run, group)
+                version = journal.weight_version
                 try:
-                    async with contextlib.aclosing(self._attempt(assignment, message)) as outputs:
+                    async with contextlib.aclosing(self._attempt(name, assignment, run)) as outputs:
                         async for output in outputs:
                             self._turnover.begin(ticket)
                             yield journal.publish(output)
                             if version not in ("", output.weight_version):
                                 _warn_of_other_weights(name, version, output.weight_version)
                             version = ""
-                except _VerifierLost as loss:
+                except VerifierLost as loss:
                     group.forget(assignment)
-                    self._count_loss(name, assignment, loss, journal, attempts)
+                    self._count_loss(name, run, loss)
+                except NotTaken as refusal:
+                    group.forget(assignment)
+                    self._count_refusal(name, run, refusal)
+                run.is_first = False
             if journal.finish_reason is None:
                 yield journal.last_output()
 
@@ -236,119 +257,133 @@ class RoutedBackend:
             if group.num_members == 0:
                 del self._groups[request.group_id]
 
-    async def _place(self, name: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
+    def _allowed_source(self, request: GenerationRequest) -> KVSource | None:
+        """Return where a client says that the KV of its prompt is, if a verifier may go and take it there."""
+        source = request.kv_source
+        if source is None or request.sampling.prompt_logprobs is not None:  # which only a prefill computes
+            return None
+        host = source.endpoint.rpartition(":")[0]
+        is_known = self._router.has_verifier_at(source.endpoint) or not self._kv_peers.isdisjoint(
+            (source.endpoint, host)
+        )
+        if is_known and source.request_id.endswith(prompt_digest(request)):
+            return source
+        reason = "other_prompt" if is_known else "unknown_peer"
+        logger.warning("request %s computes its own KV: %s: %s", request.request_id, source.endpoint, reason)
+        self._tell_handover("not_taken", reason)
+        return None
+
+    async def _place(self, name: str, run: _Run, group: _Group) -> Assignment:
         """Wait for a verifier that takes the request; return its assignment."""
-        request = journal.request
+        attempts = run.attempts
         while True:
-            ask = RouteAsk(
-                request_id=name,
-                num_prompt_tokens=len(request.prompt_token_ids) + len(journal.token_ids),
-                num_speculative_tokens=request.sampling.num_speculative_tokens,
-                excluded_verifier_ids=attempts.excluded_verifier_ids,
-                affinity_key=affinity_key(request, in_rollouts=self._model.rollouts),
-                priority=request.priority,
-            )
             try:
-                return await group.assign(self._router, ask)
+                return await group.assign(self._router, self._ask(name, run, attempts.excluded_verifier_ids))
             except Unavailable:
                 await asyncio.sleep(attempts.none_found(self._clock()))
             while self._router.has_no_verifier:
                 await asyncio.sleep(attempts.none_found(self._clock()))
 
-    def _count_loss(
-        self, name: str, assignment: Assignment, loss: _VerifierLost, journal: Journal, attempts: Attempts
-    ) -> None:
-        has_published = journal.close_account()
-        if journal.ending is not None:
-            return
-        logger.warning(
-            "request %s lost verifier %s after %d tokens: %s",
-            name,
-            assignment.verifier_id,
-            len(journal.token_ids),
-            loss,
+    def _ask(self, name: str, run: _Run, excluded_verifier_ids: tuple[str, ...]) -> RouteAsk:
+        request = run.journal.request
+        return RouteAsk(
+            request_id=name,
+            num_prompt_tokens=len(request.prompt_token_ids) + len(run.journal.token_ids),
+            num_speculative_tokens=request.sampling.num_speculative_tokens,
+            excluded_verifier_ids=excluded_verifier_ids,
+            affinity_key=affinity_key(request, in_rollouts=self._model.rollouts),
+            priority=request.priority,
+            may_hand_over=run.may_hand_over and self._memory is None,  # a response is remembered where all was drawn
         )
-        attempts.lost(
-            assignment.verifier_id,
+
+    def _new_name(self, request: GenerationRequest) -> str:
+        return internal_id(self._gateway_id, next(self._serial), request.request_id)
+
+    def _attempt(self, name: str, assignment: Assignment, run: _Run) -> AsyncGenerator[RequestOutput]:
+        """Stream the request from its verifier, or from the one that computes its prompt and the one that takes it."""
+        journal, plan = run.journal, assignment.plan
+        message = journal.continuation(name, plan, run.source if run.is_first else None)
+        own = prefill = assignment.verifier_id, assignment.endpoint
+        if assignment.prefill_verifier_id is not None:
+            prefill = assignment.prefill_verifier_id, assignment.prefill_endpoint
+        taker = None
+        if journal.request.hands_over:
+            return self._kept.outputs(self._leg(*prefill, offering(message)))
+        if prefill is own:
+            leg = self._leg(*own, message)
+        else:  # drafts are for the taker: the giver draws one token
+            giving = {"request_id": self._new_name(message), "plan": SpeculationPlan(), "hands_over": True}
+            leg = self._leg(*prefill, dataclasses.replace(message, **giving))
+            taker = self._leg(*own, journal.continuation(name, plan, leg.place))
+        return Journey(
+            leg=leg,
+            taker=taker,
+            find_taker=functools.partial(self._find_taker, run),
+            on_taken=functools.partial(self._on_taken, journal),
+            tell=self._tell_handover,
+            clock=self._clock,
+        ).outputs()
+
+    async def _find_taker(self, run: _Run, giver: Leg) -> Leg | None:
+        """Let another verifier take a request over whose verifier drains; None: there is none now."""
+        name = self._new_name(run.journal.request)
+        excluded = (giver.verifier_id, *run.attempts.excluded_verifier_ids)
+        try:
+            assignment = await self._router.route(self._ask(name, run, excluded))
+        except Unavailable:
+            return None
+        message = run.journal.continuation(name, assignment.plan, giver.place)
+        return self._leg(assignment.verifier_id, assignment.endpoint, message)
+
+    def _on_taken(self, journal: Journal, source: KVSource) -> None:
+        journal.close_account()
+        self._kept.release(source)
+
+    def _leg(self, verifier_id: str, endpoint: str, message: GenerationRequest) -> Leg:
+        """Begin a stream; in rollouts with its history, and into the memory."""
+        if self._memory is None:
+            outputs = self._streams.stream(verifier_id, endpoint, message)
+        else:
+            outputs = self._sample(self._memory, verifier_id, endpoint, message)
+        return Leg(verifier_id, endpoint, message, outputs)
+
+    async def _sample(
+        self, memory: RolloutMemory, verifier_id: str, endpoint: str, message: GenerationRequest
+    ) -> AsyncGenerator[RequestOutput]:
+        drafters = self._router.drafters_of(verifier_id)
+        with memory.sampling(message, verifier_id, drafters) as sample:
+            try:
+                async with contextlib.aclosing(self._streams.stream(verifier_id, endpoint, sample.request)) as outputs:
+                    async for output in outputs:
+                        sample.hear(output)
+                        yield output
+            except VerifierLost:
+                sample.lose()
+                raise
+
+    def _count_loss(self, name: str, run: _Run, loss: VerifierLost) -> None:
+        has_published = run.journal.close_account()
+        if run.journal.ending is not None:
+            return
+        num_tokens = len(run.journal.token_ids)
+        logger.warning("request %s lost verifier %s after %d tokens: %s", name, loss.verifier_id, num_tokens, loss)
+        run.attempts.lost(
+            loss.verifier_id,
             self._clock(),
             was_accepted=loss.was_accepted or has_published,
             has_published=has_published,
             reason=str(loss),
         )
 
-    def _attempt(self, assignment: Assignment, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from its verifier; in rollouts with its history, and into the memory."""
-        if self._memory is None:
-            return self._stream(assignment.endpoint, message)
-        return self._sample(self._memory, assignment, message)
-
-    async def _sample(
-        self, memory: RolloutMemory, assignment: Assignment, message: GenerationRequest
-    ) -> AsyncGenerator[RequestOutput]:
-        drafters = self._router.drafters_of(assignment.verifier_id)
-        with memory.sampling(message, assignment.verifier_id, drafters) as sample:
-            try:
-                async with contextlib.aclosing(self._stream(assignment.endpoint, sample.request)) as outputs:
-                    async for output in outputs:
-                        sample.hear(output)
-                        yield output
-            except _VerifierLost:
-                sample.lose()
-                raise
-
-    async def _stream(self, endpoint: str, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from one verifier; raises `_VerifierLost`, or the error of its gRPC status."""
-        if endpoint not in self._peers:
-            self._peers[endpoint] = _Peer(endpoint, self._credentials)
-        peer = self._peers[endpoint]
-        call = peer.stub.Generate(link_pb2.Frame(sender=self._gateway_id, payload=encode(message)))
-        peer.num_streams += 1
-        was_accepted = False
-        answers = aiter(call)
-        try:
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                first = await anext(answers, None)
-            was_accepted = first is not None and first.payload == ACCEPTED
-            if not was_accepted:
-                raise _VerifierLost("it did not say that it has the request", was_accepted=False)
-            async for answer in answers:
-                yield decode(answer.payload, (RequestOutput,))
-            raise _VerifierLost("it ended the stream without a finish reason", was_accepted=was_accepted)
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in LOSS_CODES:
-                raise _error_of(error) from error
-            self._drop_peer(endpoint, peer)
-            raise _VerifierLost(str(error.details()), was_accepted=was_accepted) from error
-        except TimeoutError as error:
-            self._drop_peer(endpoint, peer)
-            raise _VerifierLost(f"no answer within {ACCEPT_TIMEOUT_S:g} s", was_accepted=False) from error
-        except WireError as error:
-            raise _VerifierLost(str(error), was_accepted=was_accepted) from error
-        finally:
-            call.cancel()
-            peer.num_streams -= 1
-            if peer.num_streams == 0 and self._peers.get(endpoint) is not peer:
-                await peer.channel.close()
-            await self._close_unused()
-
-    def _drop_peer(self, endpoint: str, lost: _Peer) -> None:
-        """Drop a lost verifier's channel: the next stream opens a new one."""
-        if self._peers.get(endpoint) is lost:
-            del self._peers[endpoint]
-
-    async def _close_unused(self) -> None:
-        """Close channels without streams whose verifiers have left the fleet."""
-        unused = [
-            endpoint
-            for endpoint, peer in self._peers.items()
-            if peer.num_streams == 0 and self._router.has_left(endpoint)
-        ]
-        for peer in [self._peers.pop(endpoint) for endpoint in unused]:
-            await peer.channel.close()
+    def _count_refusal(self, name: str, run: _Run, refusal: NotTaken) -> None:
+        """Count a verifier that could not take the request: none was lost, and one computes the KV again."""
+        run.journal.close_account()
+        logger.warning("request %s was not taken after %d tokens: %s", name, len(run.journal.token_ids), refusal)
+        self._tell_handover("not_taken", refusal.label)
 
     async def close(self) -> None:
-        for peer in list(self._peers.values()):
-            await peer.channel.close()
+        await self._kept.close()
+        await self._streams.close()
 
 
 def affinity_key(request: GenerationRequest, *, in_rollouts: bool = False) -> str:
@@ -365,9 +400,3 @@ def affinity_key(request: GenerationRequest, *, in_rollouts: bool = False) -> st
 
 def _warn_of_other_weights(request_id: str, old: str, new: str) -> None:
     logger.warning("request %s goes on under weights %r; those of its lost verifier were %r", request_id, new, old)
-
-
-def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequest(error.details() or "the verifier refused the request")
-    return RequestFailed(f"{error.code().name}: {error.details()}")

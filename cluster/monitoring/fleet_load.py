@@ -60,6 +60,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
     return {
         "id": report.verifier_id,
         "state": ReplicaState.of(report).value,
+        "role": report.role.value,
         "num_running": report.load.num_running,
         "num_waiting": report.load.num_waiting,
         "kv_usage": report.load.kv_usage,

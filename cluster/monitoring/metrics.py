@@ -117,6 +117,19 @@ E2E_LATENCY = Definition(
     buckets=E2E_BUCKETS_S,
     has_alias=True,
 )
+HANDOVERS = Definition(
+    name="handovers",
+    kind="counter",
+    formula="Requests that another verifier took over with their KV (taken: from the one that computed the prompt; "
+    "moved: from one that drained), or could not take (not_taken, with the reason)",
+    labels=(*LABELS, "outcome", "reason"),
+)
+HANDOVER_WAIT = Definition(
+    name="handover_wait_seconds",
+    kind="histogram",
+    formula="Time of the first output of the verifier that took a request over - time from which it stood still",
+    buckets=INTER_TOKEN_BUCKETS_S,
+)
 NUM_DRAFTS = Definition(
     name="spec_decode_num_drafts",
     kind="counter",
@@ -154,6 +167,8 @@ GATEWAY_DEFINITIONS = (
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
     E2E_LATENCY,
+    HANDOVERS,
+    HANDOVER_WAIT,
     NUM_DRAFTS,
     NUM_DRAFT_TOKENS,
     NUM_ACCEPTED_TOKENS,
@@ -205,6 +220,12 @@ class GatewayMetrics:
     def choice_finished(self, finished_reason: str, *, since_arrival_s: float) -> None:
         self._count(SUCCESS, 1, finished_reason=finished_reason)
         self._observe(E2E_LATENCY, since_arrival_s)
+
+    def handover_ended(self, outcome: str, reason: str = "", *, waited_s: float | None = None) -> None:
+        """Count a request that changed its verifier, or could not; `waited_s` where its client waited for it."""
+        self._count(HANDOVERS, 1, outcome=outcome, reason=reason)
+        if waited_s is not None:
+            self._observe(HANDOVER_WAIT, waited_s)
 
     def speculation_ended(self, speculation: SpeculationMetrics) -> None:
         """Add a finished choice's speculation."""

@@ -28,14 +28,22 @@ from outrider.cluster.replicas.learner_replica import LearnerReplica
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
-from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment, learner_deployment
+from outrider.cluster.router.fleet import VerifierRole
+from outrider.cluster.router.serve_scaling import (
+    GATEWAY_TARGETS,
+    PREFILL_VERIFIERS,
+    VERIFIERS,
+    drafter_deployment,
+    learner_deployment,
+    verifier_targets,
+)
 from outrider.drafter_service.service.drafter_spec import common_state_taps
 
 MAX_ONGOING_REQUESTS = 4096
 STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
 # targets per replica where no policy couples the pools
 _POLICY = PoolsPolicy()
-VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
+VERIFIER_TARGETS = verifier_targets(_POLICY)
 DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
 UPSCALE_DELAY_S = 5.0
 DOWNSCALE_DELAY_S = 60.0
@@ -64,30 +72,18 @@ def build(config: ServiceConfig) -> Application:
     config = config.with_options(device=config.model.settled_device)
     common_state_taps(config.drafter_specs)  # refuses pools that read different states
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
-    drain_s = config.drain_timeout_s
-    verifier = _deployment(
-        VerifierReplica,
-        "Verifier",
-        # drafters are scaled by verifiers' figures too, which Serve collects from autoscaled deployments only
-        **_scaling(
-            config.num_verifiers,
-            VERIFIER_TARGETS,
-            is_watched=not all(pool.num_drafters.is_fixed for pool in config.pools.values()),
-        ),
-        **config.verifier_placement.serve_options,
-        graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
-    )
     gateway = _deployment(
         GatewayReplica,
         "Gateway",
         **_scaling(config.gateway.num_gateways, GATEWAY_TARGETS),
-        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
+        # Serve waits for HTTP's streams, then we for gRPC's
+        graceful_shutdown_timeout_s=2 * config.drain_timeout_s + STOP_MARGIN_S,
         max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )
     # Serve deploys everything that the ingress is bound to
     learners = _learners(config, router)
     pools = _drafter_pools(config, router, learners)
-    return gateway.bind(config, router, learners, verifier.bind(config, router), *pools)
+    return gateway.bind(config, router, learners, *_verifiers(config, router), *pools)
 
 
 def build_drafters(config: DraftersConfig) -> Application:
@@ -105,6 +101,34 @@ def build_drafters_app(options: dict[str, Any]) -> Application:
         return build_drafters(DraftersConfig(**options))
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
+
+
+def _verifiers(config: ServiceConfig, router: Application) -> list[Application]:
+    """Bind the verifiers, those of role prefill on their own."""
+    stop_s = config.drain_timeout_s + STOP_MARGIN_S
+    verifier = _deployment(
+        VerifierReplica,
+        VERIFIERS,
+        # drafters are scaled by verifiers' figures too, which Serve collects from autoscaled deployments only
+        **_scaling(
+            config.num_verifiers,
+            VERIFIER_TARGETS,
+            is_watched=not all(pool.num_drafters.is_fixed for pool in config.pools.values()),
+        ),
+        **config.verifier_placement.serve_options,
+        graceful_shutdown_timeout_s=stop_s,
+    )
+    bound = [verifier.bind(config, router, config.role)]
+    if config.verifiers.num_prefill_verifiers.most:
+        prefill = _deployment(
+            VerifierReplica,
+            PREFILL_VERIFIERS,
+            **_scaling(config.verifiers.num_prefill_verifiers, VERIFIER_TARGETS),
+            **config.prefill_placement.serve_options,
+            graceful_shutdown_timeout_s=stop_s,
+        )
+        bound.append(prefill.bind(config, router, VerifierRole.PREFILL))
+    return bound
 
 
 def _learners(config: PoolsConfig, router: Application) -> dict[str, Application]:

@@ -26,7 +26,7 @@ from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
+from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
@@ -79,8 +79,11 @@ class GatewayReplica:
             adapters=tuple(config.verifiers.lora_modules),
             rollouts=config.verifiers.rollouts,
             learns=bool(config.learning),
+            hands_over=config.verifiers.engine == OUTRIDER,
         )
         memory = memory_of(config)
+        registry = CollectorRegistry()
+        metrics = GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id)
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
@@ -89,24 +92,25 @@ class GatewayReplica:
             max_queued_requests=config.gateway.max_queued_requests,
             failover_timeout_s=config.gateway.failover_timeout_s,
             memory=memory,
+            kv_peers=config.gateway.kv_peers,
+            tell_handover=metrics.handover_ended,
         )
-        registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
             tokenizer,
             self._backend,
-            GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id),
+            metrics,
             time.monotonic,
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
             memory=memory,
         )
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        metrics = SharedMetrics(registry, fleet)
-        self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
+        shared = SharedMetrics(registry, fleet)
+        self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
         keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, metrics)
+        self._api = self._application(config, keys, shared)
         self._https_server: HttpsServer | None = None
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
@@ -233,6 +237,7 @@ def model_info(
     adapters: tuple[str, ...] = (),
     rollouts: bool = False,
     learns: bool = False,
+    hands_over: bool = False,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -248,4 +253,5 @@ def model_info(
         adapters=adapters,
         rollouts=rollouts,
         learns=learns,
+        hands_over=hands_over,
     )

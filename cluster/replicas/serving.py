@@ -143,7 +143,8 @@ def _replicas_of(config: PoolsConfig) -> str:
     """Return a line about the replicas of a service."""
     counts = []
     if isinstance(config, ServiceConfig):
-        counts = [("gateway", config.gateway.num_gateways.fewest), ("verifier", config.num_verifiers.fewest)]
+        num_verifiers = config.num_verifiers.fewest + config.verifiers.num_prefill_verifiers.fewest
+        counts = [("gateway", config.gateway.num_gateways.fewest), ("verifier", num_verifiers)]
     counts.append(("drafter", sum(pool.num_drafters.fewest for pool in config.pools.values())))
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts if count]
     return f"starting {', '.join(named)}"

@@ -13,16 +13,16 @@ from ray import serve
 
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router, news_or_interval
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.service_config import OUTRIDER, ServiceConfig
 from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
-from outrider.cluster.replicas.draining import HEARD_S, wait_until
+from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.missed_weights import MissedWeights
 from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
-from outrider.cluster.router.fleet import Directive, VerifierReport
+from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
 from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
@@ -38,6 +38,7 @@ from outrider.verifier_service.messages.engine import (
     EngineReady,
     EngineUpdate,
 )
+from outrider.verifier_service.messages.handover import HandOver
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.start_phases import begin_phases
@@ -55,11 +56,13 @@ def own_draft_length(load: EngineLoad, configured: int) -> int:
 class VerifierReplica:
     """One replica of the target model."""
 
-    async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServiceConfig, router: Any, role: VerifierRole
+    ) -> None:
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
-        self._router = router
+        self._router, self._role = router, role
         self._verifier_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         begin_phases("verifier", "starting its ranks")
@@ -73,6 +76,8 @@ class VerifierReplica:
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
+        self._hands_over = config.verifiers.engine == OUTRIDER
+        self._has_taker = False  # by the router's last directive
         self._table = RequestTable(self._send)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
@@ -155,6 +160,7 @@ class VerifierReplica:
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
+        self._has_taker = directive.has_taker
         self._missed.follow(directive.weights)
         await self._drafters.follow(directive)
 
@@ -170,6 +176,7 @@ class VerifierReplica:
             num_ranks=self._num_ranks,
             dtype=self._ready.dtype,
             draining=self._is_draining,
+            role=self._role,
         )
         return self._drafters.complete(report)
 
@@ -199,18 +206,24 @@ class VerifierReplica:
         return {} if self._load is None else self._figures.take(self._load, self._default_plan)
 
     async def _drain(self) -> None:
-        """Accept no new requests and wait for the running ones; after the time-out, the rest go on at other verifiers.
+        """Accept no new requests, hand the running ones over to other verifiers, and wait for those that stay.
 
+        After the time-out these go on at other verifiers, too, which compute all of their KV again.
         Raises `ConnectionError` without an engine: its requests have moved already.
         """
         self._is_draining = True
         await self._tell_router()
         await asyncio.sleep(HEARD_S)
-        is_empty = await wait_until(lambda: len(self._table) == 0, self._drain_timeout_s)
+        is_empty = await empty_out(lambda: len(self._table) == 0, self._hand_over, self._drain_timeout_s)
         self._is_closed = True
         if not is_empty:
             logger.warning("draining ends after %s s with %d requests left", self._drain_timeout_s, len(self._table))
             self._table.fail("the verifier is stopping")
+
+    def _hand_over(self) -> None:
+        """Hold the requests that decode, if another verifier could take them: alone, they would wait for nobody."""
+        if self._hands_over and self._has_taker:
+            self._host.send(HandOver())
 
     async def __del__(self) -> None:
         with contextlib.suppress(ConnectionError):  # the engine may end before its requests do

@@ -34,6 +34,14 @@ class PlacementReason(enum.StrEnum):
     SPREAD = "spread"  # reported loads are too old: requests are spread by hash
 
 
+class VerifierRole(enum.StrEnum):
+    """What a verifier is for while there are others; alone, each does both."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # computes prompts of new requests, and hands them over with their first token
+    DECODE = "decode"  # takes them over
+
+
 # Reasons for no drafts that one more drafter would remove; the autoscaler counts them.
 LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
 
@@ -60,6 +68,7 @@ class VerifierReport:
     num_bad_link_frames: int = 0  # drafters' frames that its links could not read
     num_ranks: int = 1  # accelerators
     dtype: str = ""  # of the weights, as torch names it; empty: unknown
+    role: VerifierRole = VerifierRole.BOTH
 
     def serves(self, weights: FleetWeights | None) -> bool:
         """Return whether it draws tokens from these weights, all of them."""
@@ -135,6 +144,7 @@ class Directive:
     default_plan: SpeculationPlan
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
     weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
+    has_taker: bool = False  # another verifier could take its requests over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +225,7 @@ class RouteAsk:
     excluded_verifier_ids: tuple[str, ...] = ()  # they have just failed this request
     affinity_key: str | None = None  # requests that share it share a prefix, and best a verifier
     priority: int = 0  # below 0 it overtakes the queue
+    may_hand_over: bool = False  # its prompt may be computed at another verifier than its output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +234,8 @@ class Assignment:
     endpoint: str
     plan: SpeculationPlan
     reason: PlacementReason
+    prefill_verifier_id: str | None = None  # that computes the prompt and hands it over; None: the verifier itself does
+    prefill_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +285,11 @@ class RouterPolicy:
     kv_pressure_from: float = 0.9  # used share of KV blocks from which drafts cost more: they bring preemptions
     max_queue_depth: int = 64  # a drafter with more waiting asks gets no new requests and hands some over
     expire_after_s: float = 3.0  # a replica that has not reported for this long is gone
+    min_handover_tokens: int = 64  # a shorter prompt is computed where it decodes: to move it costs more than it saves
     stale_snapshot_s: float = 10.0  # an older snapshot lists the replicas, but its loads are outdated
 
     def __post_init__(self) -> None:
-        for name in ("max_draft_length", "max_queue_depth"):
+        for name in ("max_draft_length", "max_queue_depth", "min_handover_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
         if not 0.0 <= self.kv_pressure_from <= 1.0:

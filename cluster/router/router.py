@@ -66,6 +66,7 @@ class RouterCore:
             default_plan=decision.default_plan,
             drafters=links,
             weights=self._missed_weights(report),
+            has_taker=self._has_taker(report),
         )
 
     def _missed_weights(self, report: VerifierReport) -> FleetWeights | None:
@@ -73,6 +74,15 @@ class RouterCore:
         weights = FleetWeights.of(known.state.report for known in self._verifiers.values())
         is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
         return weights if is_behind else None
+
+    def _has_taker(self, report: VerifierReport) -> bool:
+        """Return whether another verifier takes requests, and has the same weights."""
+        others = (known.state.report for id_, known in self._verifiers.items() if id_ != report.verifier_id)
+        version = report.load.weight_version
+        return any(
+            not other.draining and other.load.weights_error is None and other.load.weight_version == version
+            for other in others
+        )
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
         """Store a drafter's report; raise `StaleEpochError` for an old incarnation."""
@@ -91,8 +101,10 @@ class RouterCore:
         """Place a new request, and count it as load until the replicas' next reports."""
         self._expire(now_s)
         assignment = route(self._live(now_s), ask, now_s, self.policy)
-        verifier = self._verifiers[assignment.verifier_id]
-        verifier.state = replace(verifier.state, num_assigned=verifier.state.num_assigned + 1)
+        for verifier_id in (assignment.verifier_id, assignment.prefill_verifier_id):
+            if verifier_id is not None:
+                verifier = self._verifiers[verifier_id]
+                verifier.state = replace(verifier.state, num_assigned=verifier.state.num_assigned + 1)
         drafter = self._drafters.get(assignment.plan.drafter_id or "")
         if drafter is not None:
             self._drafters[drafter.report.drafter_id] = replace(drafter, num_assigned=drafter.num_assigned + 1)

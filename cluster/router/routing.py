@@ -9,6 +9,9 @@ others:
    Bounded Loads", 2018, with the least load in place of the mean).
 2. Any other request goes to the verifier with the least load. The price of a draft token is part of that load: near 1
    the machine is compute-bound, and one more request slows all others down.
+
+Where verifiers have roles, a long prompt is computed at one of role `prefill`, chosen by the same two rules, and
+decoded at another verifier. Roles are preferences: without a verifier of its role, any other one does the work.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from outrider.cluster.router.fleet import (
     PlacementReason,
     RouteAsk,
     RouterPolicy,
+    VerifierRole,
     VerifierState,
     is_fresh,
 )
@@ -60,19 +64,29 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
             f"fleet's, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
-    chosen, reason = _choose_verifier(eligible, ask, is_stale)
+    for_decode = [state for state in eligible if state.report.role is not VerifierRole.PREFILL]
+    chosen, reason = _choose_verifier(for_decode or eligible, ask, is_stale)
+    prefill = _choose_prefill(eligible, chosen, ask, is_stale, policy)
     drafters = [state for state in snapshot.drafters if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
     plan = plan_arrival(chosen, drafters, ask, policy)
     report = chosen.report
-    return Assignment(verifier_id=report.verifier_id, endpoint=report.endpoint, plan=plan, reason=reason)
+    return Assignment(
+        verifier_id=report.verifier_id,
+        endpoint=report.endpoint,
+        plan=plan,
+        reason=reason,
+        prefill_verifier_id=None if prefill is None else prefill.report.verifier_id,
+        prefill_endpoint="" if prefill is None else prefill.report.endpoint,
+    )
 
 
 def with_assignment(snapshot: FleetSnapshot, assignment: Assignment) -> FleetSnapshot:
     """Return the snapshot with a routed request counted, so that the next requests before a report go elsewhere."""
+    verifier_ids = (assignment.verifier_id, assignment.prefill_verifier_id)
     return replace(
         snapshot,
         verifiers=tuple(
-            replace(state, num_assigned=state.num_assigned + (state.report.verifier_id == assignment.verifier_id))
+            replace(state, num_assigned=state.num_assigned + (state.report.verifier_id in verifier_ids))
             for state in snapshot.verifiers
         ),
         drafters=tuple(
@@ -100,6 +114,17 @@ def _choose_verifier(
         chosen = verifiers[place]
         reason = PlacementReason.PREFIX if ranks[place] == max(ranks) else PlacementReason.SPILL
     return chosen, PlacementReason.ONLY if len(verifiers) == 1 else reason
+
+
+def _choose_prefill(
+    verifiers: Sequence[VerifierState], chosen: VerifierState, ask: RouteAsk, is_stale: bool, policy: RouterPolicy
+) -> VerifierState | None:
+    """Choose who computes the prompt for the chosen verifier; None: it does so itself."""
+    is_long = ask.num_prompt_tokens >= policy.min_handover_tokens
+    if not ask.may_hand_over or not is_long or chosen.report.role is VerifierRole.PREFILL:
+        return None
+    for_prefill = [state for state in verifiers if state.report.role is VerifierRole.PREFILL]
+    return _choose_verifier(for_prefill, ask, is_stale)[0] if for_prefill else None
 
 
 def _load(state: VerifierState, ask: RouteAsk) -> float:

@@ -34,9 +34,16 @@ from outrider.cluster.router.scaling_figures import Figures, pools_load
 logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: this logger writes to its log
 GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
 
+VERIFIERS = "Verifier"  # deployments
+PREFILL_VERIFIERS = "PrefillVerifier"
 _DRAFTERS = "Drafter"  # the first pool's deployment
 _LEARNERS = "Learner"  # the same of its learner
 _JOINT = "-"  # between that and another pool's name
+
+
+def verifier_targets(policy: PoolsPolicy) -> dict[str, float]:
+    """Return what a verifier is filled to, where no policy couples it with drafters."""
+    return {"num_requests": policy.requests_per_verifier, "kv_usage": policy.kv_usage}
 
 
 def drafter_deployment(pool: str) -> str:
@@ -96,7 +103,7 @@ class PoolPolicy:
 
 
 class ServicePolicy:
-    """Scale verifiers and all pools of drafters together, gateways by their requests.
+    """Scale verifiers and all pools of drafters together, gateways and verifiers for prompts by their own figures.
 
     `settings` are fields of `PoolsPolicy`; its ranges are Serve's bounds of the deployments. Decisions and the figures
     behind them are appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
@@ -106,6 +113,7 @@ class ServicePolicy:
         self._policy = PoolsPolicy(**settings)  # type: ignore[arg-type]  # the ranges are not given here
         self._recorder = None if recorded_to is None else DayRecorder(Path(recorded_to))
         self._gateway = PoolPolicy(GATEWAY_TARGETS)
+        self._prefill = PoolPolicy(verifier_targets(self._policy))
 
     def __call__(
         self, contexts: Mapping[Deployment, ScalingContext]
@@ -120,17 +128,18 @@ class ServicePolicy:
                 wanted[deployment] = size.num_replicas
                 states[deployment] = _log_wish(deployment.name, size, context)
             else:
-                wanted[deployment], states[deployment] = self._gateway(context)
+                policy = self._prefill if deployment.name == PREFILL_VERIFIERS else self._gateway
+                wanted[deployment], states[deployment] = policy(context)
         return wanted, states
 
     def _sizes(self, by_name: Mapping[str, ScalingContext]) -> dict[str, PoolSize]:
         """Return each pool's size, by deployment."""
-        verifier = by_name.get("Verifier")
+        verifier = by_name.get(VERIFIERS)
         drafters = {name: pool for name in by_name if (pool := _pool_of(name)) is not None}
         found: dict[str, PoolSize] = {}
         for name, pool in drafters.items() or {drafter_deployment(FIRST_POOL): FIRST_POOL}.items():
             sizes = self._decide(pool, verifier, by_name.get(name))
-            found["Verifier"], found[name] = sizes.verifiers, sizes.drafters
+            found[VERIFIERS], found[name] = sizes.verifiers, sizes.drafters
         return found
 
     def _decide(self, pool: str, verifier: ScalingContext | None, drafter: ScalingContext | None) -> PoolSizes:

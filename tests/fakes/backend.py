@@ -177,6 +177,7 @@ def build_gateway(
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     rollouts: bool = False,
     learns: bool = False,
+    hands_over: bool = False,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
@@ -190,6 +191,7 @@ def build_gateway(
         logprobs_mode=logprobs_mode,
         rollouts=rollouts,
         learns=learns,
+        hands_over=hands_over,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory)

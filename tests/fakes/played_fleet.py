@@ -220,6 +220,7 @@ class Fleet:
         max_queued_requests: int = 1024,
         failover_timeout_s: float = 10.0,
         memory: RolloutMemory | None = None,
+        kv_peers: Sequence[str] = (),
     ) -> None:
         self.router = Router()
         self.client = RouterClient(self.router, RouterPolicy())
@@ -230,8 +231,14 @@ class Fleet:
             max_queued_requests=max_queued_requests,
             failover_timeout_s=failover_timeout_s,
             memory=memory,
+            kv_peers=kv_peers,
+            tell_handover=self._hear_handover,
         )
+        self.handovers: list[tuple[str, str, bool]] = []  # outcome, reason, whether the client waited
         self.stops: list[Callable[[], Awaitable[None]]] = []
+
+    def _hear_handover(self, outcome: str, reason: str = "", *, waited_s: float | None = None) -> None:
+        self.handovers.append((outcome, reason, waited_s is not None))
 
     async def add(self, verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "127.0.0.1:0") -> Any:
         """Start a verifier and let the router know it; return its server."""

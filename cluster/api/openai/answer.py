@@ -61,6 +61,7 @@ class Answer:
             "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}, shown.values()),
             "metrics": metrics_object([chunk.speculation for chunk in whole.values()]),
             **self._warning_fields(),
+            **_kv_fields(whole.values()),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -143,6 +144,12 @@ class Answer:
             (usage for index, usage in usages.items() if index % num_choices == 0),
             num_reasoning_tokens=sum(read) if read else None,
         )
+
+
+def _kv_fields(chunks: Iterable[GatewayChunk]) -> dict[str, Any]:
+    """Return the params of the request that may take the prompt's KV, where it is kept."""
+    kept = [chunk.kv_transfer_params for chunk in chunks if chunk.kv_transfer_params is not None]
+    return {"kv_transfer_params": kept[0]} if kept else {}
 
 
 def event_of(message: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.gateway.kv_transfer import read_kv_transfer
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
 from outrider.cluster.replies.tools import Tool, ToolUse, read_tool_use
@@ -132,6 +133,7 @@ class GenerationBody(ModelBody):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -144,7 +146,10 @@ class GenerationBody(ModelBody):
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
         if structure is not None:
             fields |= {"structured": structure.output, "warnings": structure.warnings}
-        return fields | {"logit_bias": token_biases(self.logit_bias or {})}
+        return fields | {
+            "logit_bias": token_biases(self.logit_bias or {}),
+            "kv_transfer": read_kv_transfer(self.kv_transfer_params, stream=bool(self.stream)),
+        }
 
 
 def token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
@@ -177,6 +182,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest(f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}", "n")
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
         fields = {**self.shared_fields(), "logprobs": self.logprobs, "echo": self.echo}
+        if len(prompts) > 1:  # an answer can say of one prompt alone where its KV is
+            fields["kv_transfer"] = None
         return [RequestInput(request_id=id_, prompt=prompt, **fields) for id_, prompt in zip(ids, prompts, strict=True)]
 
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.router.fleet import PolicyMode
+from outrider.cluster.router.fleet import PolicyMode, VerifierRole
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Location, Method
 from outrider.verifier_service.messages.request import LogprobsMode
@@ -80,6 +81,9 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"engine_timeout_s": "-1"}, "engine_timeout_s must be positive"),
         ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
         ({"num_gateways": "0"}, "num_gateways must be at least 1"),
+        ({"num_prefill_verifiers": 1, "engine": "vllm"}, "num_prefill_verifiers: roles are our own engine's"),
+        ({"num_prefill_verifiers": 1, "rollouts": True}, "num_prefill_verifiers: in rollouts"),
+        ({"kv_peers": ["http://host/path"]}, "kv_peers must be HOST or HOST:PORT"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
         ({"drafter_resources": "[1]"}, "drafter_resources: Input should be a valid dictionary"),
         ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
@@ -129,6 +133,27 @@ def test_pools_are_sized_by_the_most_replicas_they_may_have():
     assert (config.num_ranks, config.num_shells) == (5, 6)
     assert config.drafter_spec is not None
     assert config.drafter_spec.max_sessions == 20
+
+
+def test_verifiers_for_prompts_are_verifiers_with_a_place_of_their_own():
+    config = ServiceConfig(
+        device="cpu",
+        num_verifiers=2,
+        num_prefill_verifiers="1:3",
+        num_drafters=1,
+        tensor_parallel_size=2,
+        max_num_seqs=10,
+        verifier_labels={"pool": "decode"},
+        prefill_verifier_labels={"pool": "prefill"},
+        prefill_verifier_resources='{"big": 1}',
+        kv_peers='["10.0.0.7", "other:50051", "[::1]:9"]',
+    )
+    assert (config.num_ranks, config.num_shells) == (2 * (2 + 3) + 1, 2 + 3 + 1 + 1)
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.max_sessions == 50, "without a verifier for decoding they decode, too"
+    assert config.prefill_placement == PoolPlacement(num_ranks=2, resources={"big": 1}, labels={"pool": "prefill"})
+    assert config.verifier_placement.labels == {"pool": "decode"}
+    assert (config.role, ServiceConfig().role) == (VerifierRole.DECODE, VerifierRole.BOTH)
 
 
 def test_options_change_under_their_flat_names_and_the_others_stay():

@@ -26,7 +26,7 @@ from fakes.played_fleet import (
 )
 from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.common.errors import InvalidRequest, OutriderError, RequestFailed, Unavailable
-from outrider.cluster.gateway import routed_backend
+from outrider.cluster.gateway import verifier_streams
 from outrider.cluster.gateway.journal import MAX_ATTEMPTS, MAX_LOSSES
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.messages.link import ACCEPTED
@@ -201,7 +201,7 @@ async def test_a_peer_that_falls_silent_is_noticed_within_seconds_and_its_call_i
 
 
 async def test_a_verifier_that_never_says_it_has_the_request_is_passed_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(routed_backend, "ACCEPT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(verifier_streams, "ACCEPT_TIMEOUT_S", 0.1)
     deaf = ScriptedVerifier([], end=HANGS, accepts=False)
     async with fleet_of(deaf, ScriptedVerifier([(6,)])) as fleet:
         assert tokens_of(await asyncio.wait_for(fleet.generate(), 5)) == (6,)

@@ -213,22 +213,22 @@ async def test_one_channel_serves_all_requests_to_a_verifier():
     async with backend_over(verifier) as (backend, _):
         for _ in range(3):
             await generate(backend)
-        assert len(backend._peers) == 1
+        assert len(backend._streams._peers) == 1
 
 
 async def test_the_channels_of_verifiers_that_have_left_are_closed():
     async with fleet_of(ScriptedVerifier([(1,)]), ScriptedVerifier([(1,)])) as fleet:
         first, second = fleet.router.endpoints.values()
         await fleet.generate()
-        channel = fleet.backend._peers[first].channel
+        channel = fleet.backend._streams._peers[first].channel
         fleet.router.answer = assigned(second)
         await fleet.generate()
-        assert list(fleet.backend._peers) == [first, second], "nobody knows that the first has left"
+        assert list(fleet.backend._streams._peers) == [first, second], "nobody knows that the first has left"
         (state,) = snapshot_of("v1").verifiers
         state = dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=second))
         fleet.client.snapshot = dataclasses.replace(snapshot_of(), verifiers=(state,))
         await fleet.generate()
-        assert list(fleet.backend._peers) == [second]
+        assert list(fleet.backend._streams._peers) == [second]
         assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
@@ -253,12 +253,12 @@ async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
             await generate(backend)
         is_well.set()
         await generate(backend)
-        (new,) = backend._peers.values()
+        (new,) = backend._streams._peers.values()
         router.answer = assigned("127.0.0.1:1")
         go_on.set()
         with pytest.raises(Unavailable):
             await old
-        assert new in backend._peers.values()
+        assert new in backend._streams._peers.values()
 
 
 async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_published():

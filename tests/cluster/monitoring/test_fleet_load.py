@@ -16,6 +16,7 @@ def test_every_replica_is_described():
     assert busy == {
         "id": "v0",
         "state": "ready",
+        "role": "both",
         "num_running": 6,
         "num_waiting": 2,
         "kv_usage": 0.625,

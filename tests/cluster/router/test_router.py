@@ -14,6 +14,7 @@ from outrider.cluster.router.fleet import (
     RouteAsk,
     RouterPolicy,
     VerifierReport,
+    VerifierRole,
 )
 from outrider.cluster.router.router import RouterCore, StaleEpochError
 from outrider.cluster.router.routing import NoVerifierError
@@ -335,3 +336,23 @@ class TestWeights:
         core = RouterCore(RouterPolicy())
         core.report_verifier(verifier_report("a", weight_version="7", weights_taken_s=5.0), 1.0)
         assert core.report_verifier(verifier_report("late"), 1.0).weights is None
+
+
+class TestHandovers:
+    def test_a_verifier_is_told_whether_another_one_could_take_its_requests(self):
+        core = RouterCore(RouterPolicy())
+        assert not core.report_verifier(verifier_report("a"), 1.0).has_taker, "it is alone"
+        assert core.report_verifier(verifier_report("b"), 1.0).has_taker
+        assert core.report_verifier(verifier_report("a", draining=True), 1.1).has_taker
+        assert not core.report_verifier(verifier_report("b", draining=True), 1.1).has_taker, "the other drains, too"
+        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.2).has_taker
+        core.report_verifier(verifier_report("b", weight_version="2", weights_error="half"), 1.3)
+        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.3).has_taker
+
+    def test_both_verifiers_of_a_request_are_loaded_by_it(self):
+        core = RouterCore(RouterPolicy())
+        core.report_verifier(verifier_report("d", role=VerifierRole.DECODE), 1.0)
+        core.report_verifier(verifier_report("p", role=VerifierRole.PREFILL), 1.0)
+        assignment = core.route(RouteAsk(request_id="r", num_prompt_tokens=500, may_hand_over=True), 1.0)
+        assert (assignment.verifier_id, assignment.prefill_verifier_id) == ("d", "p")
+        assert [state.num_assigned for state in core.snapshot(1.0).verifiers] == [1, 1]

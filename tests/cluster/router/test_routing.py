@@ -8,6 +8,7 @@ from outrider.cluster.router.fleet import (
     FleetSnapshot,
     RouteAsk,
     RouterPolicy,
+    VerifierRole,
     VerifierState,
 )
 from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
@@ -28,10 +29,11 @@ def verifier(
     drafters_up=("d0", "d1"),
     draining=False,
     price=None,
+    role=VerifierRole.BOTH,
     **load,
 ):
     figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
-    report = verifier_report(verifier_id, linked_drafters=drafters_up, draining=draining, **figures)
+    report = verifier_report(verifier_id, linked_drafters=drafters_up, draining=draining, role=role, **figures)
     drafter_id = "d0" if default_length else None
     plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
     return VerifierState(report=report, reported_s=reported_s, default_plan=plan, price=price)
@@ -310,6 +312,99 @@ class TestOwnDrafter:
         plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
         assert self.plan(default_length=0, reason=DisabledReason.LOAD) == plan
         assert self.plan(request=ask(num_speculative_tokens=0)).disabled_reason == "request_opt_out"
+
+
+def prefiller(verifier_id, **figures):
+    return verifier(verifier_id, role=VerifierRole.PREFILL, **figures)
+
+
+def decoder(verifier_id, **figures):
+    return verifier(verifier_id, role=VerifierRole.DECODE, **figures)
+
+
+def places(fleet, num_prompt_tokens=500, may_hand_over=True, **fields):
+    """Return who decodes, and who computes the prompt for it."""
+    request = RouteAsk(request_id="r", num_prompt_tokens=num_prompt_tokens, may_hand_over=may_hand_over, **fields)
+    assignment = chosen(fleet, request)
+    assert (assignment.prefill_verifier_id is None) == (assignment.prefill_endpoint == "")
+    return assignment.verifier_id, assignment.prefill_verifier_id
+
+
+class TestRoles:
+    def test_a_long_prompt_is_computed_at_the_least_loaded_of_those_for_it_and_decoded_elsewhere(self):
+        fleet = snapshot([prefiller("p0", num_running=3), prefiller("p1"), decoder("d0", num_running=9), decoder("d1")])
+        assert places(fleet) == ("d1", "p1")
+        assert chosen(fleet, RouteAsk(request_id="r", num_prompt_tokens=500, may_hand_over=True)).prefill_endpoint == (
+            "p1:1"
+        )
+
+    def test_a_busy_decoder_is_no_reason_to_decode_where_prompts_are_computed(self):
+        fleet = snapshot([prefiller("p0"), decoder("d0", num_running=99, num_waiting=9)])
+        assert places(fleet) == ("d0", "p0")
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"num_prompt_tokens": POLICY.min_handover_tokens - 1}, {"may_hand_over": False}],
+        ids=["a short prompt", "a request that stays together"],
+    )
+    def test_what_is_not_worth_it_is_computed_where_it_decodes(self, fields):
+        fleet = snapshot([prefiller("p0"), decoder("d0", num_running=9)])
+        assert places(fleet, **fields) == ("d0", None)
+        assert places(fleet, num_prompt_tokens=POLICY.min_handover_tokens) == ("d0", "p0")
+
+    def test_without_roles_every_verifier_does_both(self):
+        assert places(snapshot([verifier("v0")])) == ("v0", None)
+
+    @pytest.mark.parametrize(
+        ("gone", "expected"),
+        [
+            ({"draining": True}, ("d0", None)),
+            ({"reported_s": NOW_S - 4.0}, ("d0", None)),
+            ({"weight_version": "2"}, ("d0", None)),
+            ({"weights_error": "half"}, ("d0", None)),
+        ],
+        ids=["it drains", "it is silent", "it has other weights", "its weights are broken"],
+    )
+    def test_one_that_takes_nothing_computes_no_prompt(self, gone, expected):
+        newest = decoder("d0", weights_taken_s=1.0)
+        assert places(snapshot([prefiller("p0", **gone), newest])) == expected
+        assert places(snapshot([prefiller("p0", **gone), prefiller("p1"), newest])) == ("d0", "p1")
+
+    def test_one_that_failed_the_request_is_left_out(self):
+        fleet = snapshot([prefiller("p0"), prefiller("p1", num_running=5), decoder("d0")])
+        assert places(fleet, excluded_verifier_ids=("p0",)) == ("d0", "p1")
+        assert places(fleet, excluded_verifier_ids=("p0", "p1")) == ("d0", None)
+
+    def test_with_no_decoder_left_one_for_prompts_does_both(self):
+        fleet = snapshot([prefiller("p0", num_running=9), prefiller("p1"), decoder("d0", draining=True)])
+        assert places(fleet) == ("p1", None)
+        assert places(fleet, excluded_verifier_ids=("p1",)) == ("p0", None)
+
+    def test_a_prefix_goes_where_it_went_before_for_its_prompt_too(self):
+        fleet = snapshot([*(prefiller(f"p{i}") for i in range(4)), decoder("d0"), decoder("d1")])
+        found = {places(fleet, affinity_key="session") for _ in range(3)}
+        assert len(found) == 1
+        others = {places(fleet, affinity_key=f"s{i}")[1] for i in range(40)}
+        assert others == {"p0", "p1", "p2", "p3"}
+
+    def test_both_count_as_loaded_until_their_next_reports(self):
+        fleet = snapshot([prefiller("p0"), prefiller("p1"), decoder("d0"), decoder("d1")])
+        counts = dict.fromkeys(("p0", "p1", "d0", "d1"), 0)
+        for index in range(8):
+            request = RouteAsk(request_id=f"r{index}", num_prompt_tokens=500, may_hand_over=True)
+            assignment = chosen(fleet, request)
+            counts[assignment.verifier_id] += 1
+            counts[assignment.prefill_verifier_id] += 1
+            fleet = with_assignment(fleet, assignment)
+        assert set(counts.values()) == {4}
+        assert {state.num_assigned for state in fleet.verifiers} == {4}
+
+    def test_the_answer_crosses_the_wire(self):
+        request = RouteAsk(request_id="r", num_prompt_tokens=500, may_hand_over=True)
+        assignment = chosen(snapshot([prefiller("p0"), decoder("d0")]), request)
+        assert decode(encode(assignment), (type(assignment),)) == assignment
+        report = prefiller("p0").report
+        assert decode(encode(report), (type(report),)) == report
 
 
 def test_messages_are_frozen():

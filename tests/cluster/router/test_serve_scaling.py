@@ -130,6 +130,15 @@ def test_every_pool_is_recorded_by_its_name(tmp_path: Path):
     ]
 
 
+def test_verifiers_for_prompts_are_sized_by_their_own_figures():
+    busy = Context.of({"num_requests": 40.0, "kv_usage": 0.1})
+    policy = ServicePolicy(requests_per_verifier=10.0)
+    assert wanted(policy, Verifier=Context.of(IDLE | DRAFTS), PrefillVerifier=busy) == {
+        "Verifier": 0,
+        "PrefillVerifier": 4,
+    }
+
+
 def test_what_serve_does_not_scale_gets_no_answer():
     assert wanted(ServicePolicy(), Verifier=Context.of(BUSY | DRAFTS)) == {"Verifier": 1}
 
@@ -189,6 +198,12 @@ def scaling(**options: Any) -> dict[str, AutoscalingConfig | int]:
 
 def test_fixed_pools_are_not_scaled():
     assert scaling(num_verifiers=2, num_drafters=3) == {"Gateway": 1, "Router": 1, "Verifier": 2, "Drafter": 3}
+
+
+def test_verifiers_for_prompts_are_a_deployment_with_its_own_range():
+    scaled = scaling(num_verifiers=2, num_prefill_verifiers="1:3")
+    assert (scaled["Verifier"], scaled["PrefillVerifier"].max_replicas) == (2, 3)
+    assert "PrefillVerifier" not in scaling(num_verifiers=2)
 
 
 def test_every_pool_of_drafters_is_a_deployment_with_its_own_range():
