@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,28 +126,21 @@ def run_once(arm: OutriderArm, workload: Workload, concurrency: int, plan_of: Pl
     )
 
 
-def blocks_at(tokens_per_s: float, curve: Sequence[KvPoint]) -> float | None:
-    """Return the blocks that a curve uses at so many tokens per second, between two of its points; None: not there.
-
-    `curve` goes by concurrency; of places where it passes the speed, the first counts, which uses fewest blocks.
-    """
-    for low, high in itertools.pairwise(curve):
-        if low.tokens_per_s <= tokens_per_s <= high.tokens_per_s:
-            share = (tokens_per_s - low.tokens_per_s) / (high.tokens_per_s - low.tokens_per_s)
-            return low.mean_blocks + share * (high.mean_blocks - low.mean_blocks)
-    return None
+def fewest_blocks(tokens_per_s: float, points: Iterable[KvPoint]) -> float | None:
+    """Return the fewest blocks of the points that are at least as fast; None: none is."""
+    return min((point.mean_blocks for point in points if point.tokens_per_s >= tokens_per_s), default=None)
 
 
 def rows(points: Mapping[int, Mapping[str, KvPoint]]) -> Iterator[list[str]]:
-    """Yield a row for each concurrency and arm; the last cell: what no drafts use at as many tokens per second."""
-    curve = [points[concurrency][OFF] for concurrency in sorted(points)]
+    """Yield a row for each concurrency and arm; without drafts also the fewest blocks at which drafts are as fast."""
+    drafted = [arms[PRICED] for arms in points.values()]
     for concurrency, arms in sorted(points.items()):
         for name, point in arms.items():
-            plain = None if name == OFF else blocks_at(point.tokens_per_s, curve)
+            fewest = fewest_blocks(point.tokens_per_s, drafted) if point.length is None else None
             cells = [str(concurrency), name, f"{point.tokens_per_s:.0f}", f"{point.mean_blocks:.1f}"]
             cells += [f"{point.peak_blocks:.0f}", f"{point.preemptions:.0f}"]
             cells += ["-" if point.length is None else f"{point.length:.2f}"]
-            yield [*cells, "-" if plain is None else f"{plain:.1f} ({plain / point.mean_blocks:.2f} times)"]
+            yield [*cells, "-" if fewest is None else f"{fewest:.1f}"]
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)

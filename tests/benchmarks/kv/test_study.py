@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.adaptive import pinned
-from benchmarks.kv.study import OFF, PRICED, BlockMeter, KvPoint, blocks_at, full_until_s, rows, run_once, speed
+from benchmarks.kv.study import OFF, PRICED, BlockMeter, KvPoint, fewest_blocks, full_until_s, rows, run_once, speed
 from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
 
 
@@ -62,14 +62,14 @@ def test_a_run_reads_blocks_and_preemptions_of_its_own_engine():
     assert (found.mean_blocks, found.peak_blocks, found.preemptions, found.length) == (10, 10, 50, 2.5)
 
 
-def test_blocks_are_read_off_between_two_points_of_the_plain_curve():
-    curve = [point(100, 10), point(200, 30), point(180, 50)]
-    assert blocks_at(150, curve) == pytest.approx(20)
-    assert blocks_at(190, curve) == pytest.approx(28)
-    assert blocks_at(250, curve) is None
-    found = list(rows({1: {OFF: curve[0], PRICED: point(150, 10, 2.0)}, 2: {OFF: curve[1], PRICED: point(210, 40)}}))
-    assert [row[-1] for row in found] == ["-", "20.0 (2.00 times)", "-", "-"]
-    assert found[1][:3] == ["1", PRICED, "150"]
+def test_blocks_are_read_off_where_drafts_are_as_fast():
+    drafted = [point(150, 12, 2.0), point(140, 10, 2.0), point(250, 40, 2.0)]
+    assert fewest_blocks(100, drafted) == 10
+    assert fewest_blocks(145, drafted) == 12
+    assert fewest_blocks(251, drafted) is None
+    found = list(rows({8: {OFF: point(260, 90), PRICED: drafted[2]}, 1: {OFF: point(100, 11), PRICED: drafted[1]}}))
+    assert [row[-1] for row in found] == ["10.0", "-", "-", "-"]
+    assert found[1][:4] == ["1", PRICED, "140", "10.0"]
 
 
 def test_means_are_over_runs():
