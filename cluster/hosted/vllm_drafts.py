@@ -13,8 +13,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from outrider.cluster.hosted.plugin import HostStep
+from outrider.cluster.hosted.rank_plugin import RankPlugin
 from outrider.cluster.hosted.vllm_hook import RunnerView, install_hook, rows_of
-from outrider.cluster.hosted.vllm_plugin import RankPlugin, plugin_of
+from outrider.cluster.hosted.vllm_plugin import plugin_of
 from outrider.cluster.hosted.vllm_sampling import mend_expansion
 from outrider.cluster.hosted.vllm_settings import UntriedVersionError, options_of
 from outrider.cluster.hosted.vllm_states import StepStates

@@ -8,27 +8,10 @@ from typing import Any
 from outrider.cluster.hosted.drafting import HostedConfig
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import HostStep, Plugin
+from outrider.cluster.hosted.plugin import Plugin
 from outrider.cluster.hosted.vllm_states import StepStates
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import fingerprint_of
-
-
-class RankPlugin:
-    """The plug-in on one rank: the first of a tensor-parallel group drafts, the others follow."""
-
-    def __init__(self, group: Any, make: Callable[[], Plugin]) -> None:
-        """`group` is vLLM's tensor-parallel group; only its first rank makes the plug-in."""
-        self._group = group
-        self._plugin = make() if group.rank_in_group == 0 else None
-
-    def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
-        """Return the next step's draft for every row; only the first rank calls `read`."""
-        drafts = None if self._plugin is None else self._plugin.propose(num_rows, read)
-        if self._group.world_size > 1:
-            drafts = self._group.broadcast_object(drafts, src=0)
-        assert drafts is not None
-        return drafts
 
 
 def plugin_of(

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
 NAME = "simulate"  # of the work, as it is shown
-PLAN, BREAK_EVEN, FLEET, LOAD, DAY = "plan", "break-even", "fleet", "load", "day"
+PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV = "plan", "break-even", "fleet", "load", "day", "kv"
 # The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
 BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
 
 _OPTIONS = (
     click.option(
         "--study",
-        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY]),
+        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV]),
         default=PLAN,
         show_default=True,
         help="plan: how many of each for --qps, and at what price. break-even: from which price, acceptance and link "
         "on drafters of their own pay, by the arithmetic of a round. fleet: one fleet. load: every way to set draft "
-        "lengths at --loads. day: pools that scale over a day of --qps on average.",
+        "lengths at --loads. day: pools that scale over a day of --qps on average. kv: the KV that drafts save.",
     ),
     click.option("--accelerator", type=click.Choice(BIG), default="H100", show_default=True),
     click.option(
@@ -67,14 +67,14 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         default=4,
         show_default=True,
-        help="Of fleet and load; of a day the most.",
+        help="Of fleet, load and kv; of a day the most.",
     ),
     click.option(
         "--num-drafters",
         type=click.IntRange(min=0),
         default=1,
         show_default=True,
-        help="Of fleet and load; of a day the most.",
+        help="Of fleet, load and kv; of a day the most.",
     ),
     click.option("--num-cells", type=click.IntRange(min=1), default=1, show_default=True, help="Routers of a fleet."),
     click.option("--num-requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of a fleet."),
@@ -231,6 +231,35 @@ def _loads(
     return runs_table(rows, f"{num_verifiers} verifiers, {num_drafters} drafters"), rows
 
 
+def _kv(
+    plot_file: Path | None,
+    *,
+    loads: str,
+    seed: int,
+    duration_s: float,
+    num_verifiers: int,
+    num_drafters: int,
+    **options: Any,
+) -> tuple[RenderableType, Any]:
+    from outrider.lab.simulate.kv import study_kv
+    from outrider.lab.simulate.report import kv_table
+
+    if plot_file is not None:
+        raise ValueError("--plot: kv has none")
+    system = _system(**options)
+    with show_work(NAME, None) as on_work:
+        found = study_kv(
+            system,
+            system.disaggregated(num_verifiers, num_drafters),
+            _load(**options),
+            _numbers("--loads", loads),
+            duration_s=duration_s,
+            seed=seed,
+            on_run=_counting(on_work),
+        )
+    return kv_table(found), found
+
+
 def _day(
     plot_file: Path | None,
     *,
@@ -274,6 +303,7 @@ _STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     FLEET: _fleet,
     LOAD: _loads,
     DAY: _day,
+    KV: _kv,
 }
 
 

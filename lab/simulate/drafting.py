@@ -116,13 +116,13 @@ def ways_of(num_decoding: int, speed: DraftSpeed) -> list[Way]:
 
 
 def choose_round(
-    load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, acceptance_rate: float
+    load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, acceptance_rate: float, *, may_group: bool = True
 ) -> SimulatedRound:
-    """Return the way to run a round that promises the most tokens per second."""
+    """Return the way to run a round that promises the most tokens per second, in one group where it may not group."""
     if speed is None or load.num_drafting == 0:
         step_s = _step_s(load, timing, 0.0)
         return SimulatedRound(seconds=step_s, step_s=step_s)
-    ways = [way(load, timing, speed) for way in ways_of(load.num_decoding, speed)]
+    ways = [way(load, timing, speed) for way in ways_of(load.num_decoding if may_group else 1, speed)]
     accepted = load.expected_accepted(acceptance_rate)
 
     def rate(way: SimulatedRound) -> float:

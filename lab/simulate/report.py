@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,10 +15,12 @@ from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.simulate import figures as simulate_figures
 from outrider.lab.simulate.break_even import BreakEven
 from outrider.lab.simulate.figures import RunFigures
+from outrider.lab.simulate.kv import KvRow, KvStudy, PipelineRow
 from outrider.lab.simulate.money import Worth
 from outrider.lab.simulate.studies import DayStudy, FleetStudy, Plan
 
 FORMAT_VERSION = 1
+T = TypeVar("T")
 
 
 def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
@@ -44,12 +46,7 @@ COLUMNS: tuple[tuple[str, Callable[[RunFigures], str]], ...] = (
 
 def runs_table(rows: Sequence[RunFigures], title: str) -> Table:
     """Draw one line per run."""
-    table = Table(title=title, title_justify="left")
-    for heading, _ in COLUMNS:
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in COLUMNS))
-    return table
+    return _columns_table(COLUMNS, rows, title)
 
 
 def fleet_table(study: FleetStudy) -> RenderableType:
@@ -143,7 +140,55 @@ def _ratios_table(study: BreakEven) -> RenderableType:
     return Group(table, Text(note))
 
 
-def to_json(value: FleetStudy | DayStudy | Plan | BreakEven | Sequence[RunFigures]) -> dict[str, Any]:
+KV_COLUMNS: tuple[tuple[str, Callable[[KvRow], str]], ...] = (
+    ("drafts", lambda row: row.name),
+    ("acceptance", lambda row: NOTHING if row.acceptance is None else f"{row.acceptance:g}"),
+    ("requests/s", lambda row: _number(row.qps, 1)),
+    ("pool, blocks", lambda row: f"{row.num_blocks:,}"),
+    ("tokens/s", lambda row: _number(row.tokens_per_s, 0)),
+    ("with KV", lambda row: _number(row.num_requests, 1)),
+    ("blocks, mean", lambda row: _number(row.mean_blocks, 0)),
+    ("peak", lambda row: f"{row.peak_blocks:,}"),
+    ("latency s", lambda row: _number(row.latency_s, 2)),
+    ("preempted per 100", lambda row: _number(row.preemptions_per_100, 1)),
+    ("computed twice", lambda row: f"{row.lost_share:.1%}"),
+    ("drafted", lambda row: _number(row.draft_length, 1)),
+    ("length", lambda row: _number(row.acceptance_length, 2)),
+)
+PIPELINE_COLUMNS: tuple[tuple[str, Callable[[PipelineRow], str]], ...] = (
+    ("stages", lambda row: str(row.num_stages)),
+    ("acceptance", lambda row: f"{row.acceptance:g}"),
+    ("tokens per pass", lambda row: _number(row.acceptance_length, 2)),
+    ("sequences, plain", lambda row: str(row.num_stages)),
+    ("with drafts", lambda row: _number(row.num_sequences, 1)),
+    ("drafter as a stage", lambda row: _number(row.num_with_stage, 1)),
+    ("blocks, plain", lambda row: _number(row.plain_blocks, 0)),
+    ("with drafts", lambda row: _number(row.draft_blocks, 0)),
+)
+
+
+def kv_table(study: KvStudy) -> RenderableType:
+    """Draw what drafts save in KV at a load and in a pipeline, and what they cost in a full pool."""
+    block = f"blocks of {study.block_size} tokens, {study.bytes_per_block / 1e6:.1f} MB each"
+    return Group(
+        _columns_table(KV_COLUMNS, study.loads, f"One verifier, the same requests with drafts and without; {block}"),
+        Text(),
+        _columns_table(PIPELINE_COLUMNS, study.pipeline, "A pipeline at as many tokens/s as one sequence per stage"),
+        Text(),
+        _columns_table(KV_COLUMNS, study.pools, "A full pool, with a queue before it"),
+    )
+
+
+def _columns_table(columns: Sequence[tuple[str, Callable[[T], str]]], rows: Sequence[T], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for place, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in columns))
+    return table
+
+
+def to_json(value: FleetStudy | DayStudy | Plan | BreakEven | KvStudy | Sequence[RunFigures]) -> dict[str, Any]:
     """Describe a study for programs: times in seconds, rates as fractions."""
     if isinstance(value, Sequence):
         body: dict[str, Any] = {"runs": [dataclasses.asdict(row) for row in value]}

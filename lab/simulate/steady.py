@@ -60,7 +60,7 @@ def steady_state(
     fleet: FleetShape, lengths: LengthLaw, acceptance: float, num_decoding: int, draft_length: int
 ) -> SteadyState:
     """Return what so many requests per verifier with so long drafts come to, by the best way to run rounds."""
-    probe = _speed(fleet, num_decoding, 1.0, 0.0) if draft_length else None
+    probe = draft_speed(fleet, num_decoding, 1.0, 0.0) if draft_length else None
     ways: list[Way | None] = [None] if probe is None else [*ways_of(num_decoding, probe)]
     states = (_settled(fleet, lengths, acceptance, num_decoding, draft_length, way) for way in ways)
     return max(states, key=lambda state: state.tokens_per_s)
@@ -81,7 +81,7 @@ def _settled(
             num_context_tokens=round(num_decoding * context),
             num_prefill_tokens=round(num_prefill),
         )
-        speed = _speed(fleet, num_decoding, context, rows_in_flight)
+        speed = draft_speed(fleet, num_decoding, context, rows_in_flight)
         if way is None or speed is None:
             found = choose_round(load, timing, None, acceptance)
         else:
@@ -105,7 +105,7 @@ def _settled(
     )
 
 
-def _speed(fleet: FleetShape, num_decoding: int, context: float, rows_in_flight: float) -> DraftSpeed | None:
+def draft_speed(fleet: FleetShape, num_decoding: int, context: float, rows_in_flight: float) -> DraftSpeed | None:
     """Return how fast drafts come where every verifier has so many rows at the drafters."""
     own = fleet.verifier.own_drafter
     if own is not None:

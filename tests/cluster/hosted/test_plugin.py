@@ -169,8 +169,9 @@ def test_the_plug_in_loads_neither_ray_nor_our_engine_nor_transformers():
     source = """
         import sys
         import outrider.cluster.hosted.plugin
+        import outrider.cluster.hosted.sglang_entry
         import outrider.cluster.hosted.vllm_hook
-        print(sys.modules.keys() & {"ray", "transformers", "vllm", "outrider.verifier_service.engine.engine"})
+        print(sys.modules.keys() & {"ray", "transformers", "vllm", "sglang", "outrider.verifier_service.engine.engine"})
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

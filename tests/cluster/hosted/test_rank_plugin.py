@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.hosted.plugin import HostStep
-from outrider.cluster.hosted.vllm_plugin import RankPlugin
+from outrider.cluster.hosted.rank_plugin import RankPlugin
 
 DRAFTS = [[5, 6], []]
 
