@@ -20,6 +20,7 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.training.objectives import objectives
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
@@ -38,6 +39,7 @@ STUDIES = (
     exact,
     far,
     follow,
+    objectives,
     poison,
     policy,
     pricing,
@@ -58,7 +60,8 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
     kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
-    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
+    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; objectives:
+    what drafters trained to lower each loss are served at; poison: how soon
     broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
     costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
     running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
