@@ -48,7 +48,8 @@ from outrider.verifier_service.model.tokenizer import load_tokenizer
 PLAIN_WIDTH = 180
 SAMPLINGS = {"greedy": 0.0, "temperature 1": 1.0}
 PROMPT_TOKENS = 64
-ROWS, WINDOW = 4, 256  # of a training step
+ROWS, WINDOW = 2, 256  # of a training step
+RATE_SCALE = 0.3  # of a drafter that exists: runs are short, so that it learns faster than it would in hours
 KV_BYTES = 1 << 28
 CONFIDENCE = 0.95
 # a shipped drafter, that steps of minutes can be about more than its first guess; None: a new one
@@ -165,6 +166,7 @@ class Bench:
             objective=objective,
             seed=seed,
             init_from=STARTS[method],
+            rate_scale=RATE_SCALE if STARTS[method] else None,
             rows=ROWS,
             window=WINDOW,
             num_positions=self._sizes.num_positions,
@@ -239,8 +241,8 @@ def _integers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, .
     show_default=True,
 )
 @click.option("--seeds", default="0,1,2", show_default=True, callback=_integers)
-@click.option("--steps", "num_steps", type=click.IntRange(1), default=120, show_default=True)
-@click.option("--num-speculative-tokens", "num_positions", type=click.IntRange(2), default=5, show_default=True)
+@click.option("--steps", "num_steps", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--num-speculative-tokens", "num_positions", type=click.IntRange(2), default=4, show_default=True)
 @click.option("--num-prompts", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True)
 @click.option("--num-cells", type=click.IntRange(0), help="Run so many cells more. Default: all.")
@@ -259,13 +261,12 @@ def objectives(
     """Train drafters of the embedded target with each objective, and count what they are served at by position."""
     sizes = Sizes(**options)
     known = {(each.method, each.objective, each.seed) for each in read_results(results)}
-    missing = [
-        cell for cell in itertools.product(methods, seeds, Objective) if (cell[0], cell[2], cell[1]) not in known
-    ]
+    cells = itertools.product(seeds, methods, Objective)  # a seed after the other: all arms after the first part
+    missing = [(method, objective, seed) for seed, method, objective in cells if (method, objective, seed) not in known]
     if missing[:num_cells]:
         bench = Bench(sizes)
         results.parent.mkdir(parents=True, exist_ok=True)
-        for method, seed, objective in missing[:num_cells]:
+        for method, objective, seed in missing[:num_cells]:
             with results.open("a") as file:
                 file.writelines(f"{json.dumps(asdict(each))}\n" for each in bench.run(method, objective, seed))
     sizes_told = f"{sizes.num_steps} steps; {sizes.num_prompts} prompts x {sizes.max_tokens} tokens"
