@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.drafter_service.training.trainer import StepReport
 
 METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash")
+OBJECTIVES = ("ce", "tv", "streak")
 DEFAULT_MINUTES = 30.0
 # options that some methods alone know, and which
 OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -67,6 +68,14 @@ _OPTIONS = (
         type=click.Path(exists=True, path_type=Path),
         multiple=True,
         help="What to measure on. Default: 2 % of the text, which is then not learnt from.",
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(OBJECTIVES),
+        default="ce",
+        show_default=True,
+        help="Lower the cross-entropy to the target's law, the total variation from it, or the cross-entropy where a "
+        "position counts as far as those before it are accepted.",
     ),
     click.option("--steps", "num_steps", type=click.IntRange(min=1), help="Train for so many steps."),
     click.option(
@@ -162,6 +171,7 @@ def _parse(
     *,
     method: Any,
     target: str,
+    objective: str,
     num_steps: int | None,
     minutes: float | None,
     judge_minutes: float,
@@ -180,6 +190,7 @@ def _parse(
     from outrider.drafter_service.training.eagle3 import Eagle3Shape
     from outrider.drafter_service.training.medusa import MedusaShape
     from outrider.drafter_service.training.mlp_speculator import MlpShape
+    from outrider.drafter_service.training.objectives import Objective
     from outrider.drafter_service.training.trainer import Budget
     from outrider.verifier_service.model.architectures import resolve_folder
     from outrider.verifier_service.model.config import ModelConfig
@@ -200,6 +211,7 @@ def _parse(
         method=method,
         target=resolve_folder(ModelConfig(path=path_of(target))),
         budget=Budget(num_steps=num_steps, minutes=minutes),
+        objective=Objective(objective),
         judge_every_s=judge_minutes * 60,
         init_from=init_from,
         rate_scale=rate_scale,

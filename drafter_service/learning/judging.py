@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.drafter_service.learning.reservoir import Kept
 from outrider.drafter_service.learning.served_lessons import Reading, ServedLesson, draw_lesson
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, POSITION_DECAY, Student, decayed_loss
+from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW, draft_loss
+from outrider.drafter_service.training.pupil import Student
 
 NUM_LESSONS = 8  # of held-out windows
 SEED = 20_260_101  # windows are the same for both that are compared
@@ -54,7 +55,7 @@ def judge(
             logits = student.position_logits(lesson)
             found, agreed = agreement(logits, student.vocab_ids, lesson)
             num_roots, length = num_roots + found, length + agreed
-            losses.append(decayed_loss(logits, lesson.law(student.vocab_ids), decay=POSITION_DECAY).item())
+            losses.append(draft_loss(logits, lesson.law(student.vocab_ids)).item())
     student.module.train()
     return HeldOut(num_roots, length / max(1, num_roots), sum(losses) / max(1, len(losses)))
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.training.corpus_windows import Windows
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, Pupil
+from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW
+from outrider.drafter_service.training.pupil import Pupil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

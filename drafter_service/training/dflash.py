@@ -26,6 +26,7 @@ from outrider.drafter_service.training.head_start import (
     pass_last_part_through,
     share_tables,
 )
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher, default_taps
 
@@ -78,8 +79,8 @@ class DFlashPupil:
         copy_if_it_fits(head.norm.weight, lent_tensor(teacher, "norm.weight"))
         return cls(head, teacher)
 
-    def loss(self, lesson: Lesson) -> Tensor:
-        return span_loss(self._guess, lesson, self.num_positions)
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
+        return span_loss(self._guess, lesson, self.num_positions, objective)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         return self._guess(lesson, range(num_roots(lesson, self.num_positions)))

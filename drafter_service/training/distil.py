@@ -24,6 +24,7 @@ from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil, 
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.parallel_draft import ParallelPupil
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.recipe import Phase, Recipe
@@ -59,6 +60,7 @@ class DistilOptions:
     text: tuple[Path, ...]
     output: Path
     budget: Budget
+    objective: Objective = Objective.CE
     held_out: tuple[Path, ...] = ()  # (): the last part of the text
     device: str = "auto"
     resume: bool = False
@@ -86,6 +88,11 @@ class DistilOptions:
             raise ValueError("rows, num_positions and eval_windows must be positive, eval_prompts 0 or more")
         if self.window <= self.num_positions + 1:
             raise ValueError(f"window: {self.window} tokens leave no root for drafts of {self.num_positions}")
+        if self.objective is Objective.STREAK and (self.method == "draft-model" or self.num_positions == 1):
+            raise ValueError(
+                "objective: streak weighs a draft position by the survival of those before it; "
+                f"this {self.method} learns one position, which is what ce is for"
+            )
         if self.rate_scale is not None and self.rate_scale <= 0:
             raise ValueError(f"rate_scale must be positive, not {self.rate_scale:g}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -135,6 +142,7 @@ def distil_from(
         budget=options.budget,
         checkpoint=options.work / CHECKPOINT_NAME,
         settings=_settings(options, corpus),
+        objective=options.objective,
     )
     judge = ServedJudge(options, pupil, teacher, corpus)
     for report in trainer.train(resume=options.resume):
@@ -278,6 +286,7 @@ def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
     """Return the figures and the options behind them."""
     return {
         "method": options.method,
+        "objective": options.objective.value,
         "num_steps": distilled.num_steps,
         "num_tokens": distilled.num_tokens,
         "elapsed_s": round(distilled.elapsed_s, 1),
@@ -299,6 +308,7 @@ def _settings(options: DistilOptions, corpus: Corpus) -> dict[str, str]:
     }
     return {
         "method": options.method,
+        "objective": options.objective.value,
         "target": str(options.target.resolve()),
         "text": corpus.training.digest(),
         "rows": str(options.rows),

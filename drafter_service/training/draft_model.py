@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.drafter_service.training.export import export
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import num_roots
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
+
+log = logging.getLogger(__name__)
 
 HEAD_DIM = 64
 MIN_NUM_LAYERS = 2
@@ -82,8 +86,9 @@ class DraftModelPupil(Generic[SomeTarget]):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return DraftModelPupil(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
-    def loss(self, lesson: Lesson) -> Tensor:
-        return lesson.law(None).divergence(self._logits(lesson), 0)
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
+        """Return the mean loss of all rows: a model's draft positions differ by the text before them alone."""
+        return objective.mean_loss(lesson.law(None).beside(self._logits(lesson), 0))
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Return the model's rows, shifted by a token per position: given the text, positions do not differ."""
@@ -98,3 +103,18 @@ class DraftModelPupil(Generic[SomeTarget]):
     def _logits(self, lesson: Lesson) -> Tensor:
         logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits
         return logits[..., : self.teacher.vocab_size]
+
+
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a transformers folder, replacing the old one atomically by a rename."""
+    fresh, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for stale in (fresh, old):
+        shutil.rmtree(stale, ignore_errors=True)
+    model.save_pretrained(fresh)
+    (fresh / "model.safetensors").chmod(0o644)  # safetensors makes it private, which a wheel must not
+    tokenizer.save_pretrained(fresh, save_jinja_files=False)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    log.info("wrote %s", folder)

@@ -13,6 +13,32 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A draft's rows beside the target's, over the tokens that the law names: what a loss is made of."""
+
+    target_probs: Tensor  # float32 [rows, num_rows, num_named]; all that the target has
+    entropy: Tensor  # float32 [rows, num_rows], of the target
+    draft_logprobs: Tensor  # float32 [rows, num_rows, num_named]
+    counted: Tensor  # bool [rows, num_rows]
+
+    def divergence(self) -> Tensor:
+        """Return KL(target || draft) of each row: cross-entropy to the target's law minus its entropy."""
+        return -(self.target_probs * self.draft_logprobs).sum(-1) - self.entropy
+
+    def shared_mass(self) -> Tensor:
+        """Return sum(min(target, draft)) of each row: how likely the exact rule accepts a token of the draft's.
+
+        1 - total variation distance (Leviathan et al., 2023). Of a law of one token, it is the draft's probability of
+        that token.
+        """
+        return torch.minimum(self.target_probs, self.draft_logprobs.exp()).sum(-1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of the counted rows' values, float32 [rows, num_rows]; 0 if none counts."""
+        return (values * self.counted).sum() / self.counted.sum().clamp_min(1)
+
+
 class TargetLaw(Protocol):
     """The target's law over a drafter's vocabulary."""
 
@@ -20,12 +46,11 @@ class TargetLaw(Protocol):
     def counted(self) -> Tensor:
         """bool [rows, window]; False: never drafted, or the likeliest token is not in the vocabulary."""
 
-    def divergence(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Tensor:
-        """Return the mean of KL(target || draft) over rows: cross-entropy to the target's law minus its entropy.
+    def beside(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Comparison:
+        """Compare draft_logits [rows, num_rows, draft_vocab_size] with the target's rows.
 
-        draft_logits [rows, num_rows, draft_vocab_size] are compared with the target's rows from `start` on, or `start`
-        after `roots`, int64 [num_rows]. Left out are rows whose likeliest token cannot be drafted (Li et al., 2025),
-        and rows of a prompt.
+        These are the rows from `start` on, or `start` after `roots`, int64 [num_rows]. Rows whose likeliest token
+        cannot be drafted (Li et al., 2025), and rows of a prompt, do not count.
         """
 
 
@@ -41,11 +66,10 @@ class DenseLaw:
     def of(cls, probs: Tensor, counted: Tensor) -> DenseLaw:
         return cls(probs, torch.special.entr(probs).sum(-1), counted)
 
-    def divergence(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Tensor:
+    def beside(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Comparison:
         rows = rows_from(start, draft_logits, roots)
         draft_logprobs = draft_logits.float().log_softmax(-1)
-        divergence = -(self.probs[:, rows] * draft_logprobs).sum(-1) - self.entropy[:, rows]
-        return mean_of_counted(divergence, self.counted[:, rows])
+        return Comparison(self.probs[:, rows], self.entropy[:, rows], draft_logprobs, self.counted[:, rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +98,19 @@ class SparseLaw:
         probs = probs / total.clamp_min(torch.finfo(probs.dtype).tiny)
         return cls(places.clamp_min(0), probs, torch.special.entr(probs).sum(-1), counted, has_state)
 
-    def divergence(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Tensor:
+    def beside(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Comparison:
         rows = rows_from(start, draft_logits, roots)
         draft_logits = draft_logits.float()
         named = draft_logits.gather(-1, self.ids[:, rows]) - draft_logits.logsumexp(-1, keepdim=True)
-        divergence = -(self.probs[:, rows] * named).sum(-1) - self.entropy[:, rows]
         counted = self.counted[:, rows]
         if self.has_state is not None:
             counted = counted & self.has_state[:, rows_from(0, draft_logits, roots)]
-        return mean_of_counted(divergence, counted)
+        return Comparison(self.probs[:, rows], self.entropy[:, rows], named, counted)
 
 
 def rows_from(start: int, draft_logits: Tensor, roots: Tensor | None) -> slice | Tensor:
     """Return the window's rows that draft rows [rows, num_rows, ..] are of: from `start` on, or after the roots."""
     return slice(start, start + draft_logits.shape[1]) if roots is None else roots + start
-
-
-def mean_of_counted(values: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of the counted values; 0 if there are none."""
-    return (values * counted).sum() / counted.sum().clamp_min(1)
 
 
 def _places_in(vocab_ids: Tensor, ids: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -61,8 +62,8 @@ class MedusaPupil(Generic[SomeTarget]):
                     parameter.zero_()
         return MedusaPupil(heads, teacher)
 
-    def loss(self, lesson: Lesson) -> Tensor:
-        return position_loss(self, lesson)
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
+        return position_loss(self, lesson, objective)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Return each head's rows: [rows, num_roots, draft_vocab_size] per head."""

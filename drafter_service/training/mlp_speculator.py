@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.training.head_start import copy_if_it_fits
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -54,8 +55,8 @@ class MlpPupil(Generic[SomeTarget]):
             copy_if_it_fits(speculator.get_parameter("head.0.weight"), teacher.head)
         return MlpPupil(speculator, teacher)
 
-    def loss(self, lesson: Lesson) -> Tensor:
-        return position_loss(self, lesson)
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
+        return position_loss(self, lesson, objective)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Run the recurrence from every root: [rows, num_roots, vocab_size] per step."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, parse_mask_token_id
-from outrider.drafter_service.training.draft_model import DraftModelPupil
-from outrider.drafter_service.training.export import export
+from outrider.drafter_service.training.draft_model import DraftModelPupil, export
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
@@ -46,8 +46,8 @@ class ParallelPupil:
         self.teacher = draft.teacher
         self.num_positions = draft.num_positions
 
-    def loss(self, lesson: Lesson) -> Tensor:
-        return span_loss(self._guess, lesson, self.num_positions)
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
+        return span_loss(self._guess, lesson, self.num_positions, objective)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         return self._guess(lesson, range(num_roots(lesson, self.num_positions)))

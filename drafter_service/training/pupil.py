@@ -9,20 +9,18 @@ one. Every served drafter starts like this, so that the pupil's rows are the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.drafter_service.training.laws import TargetLaw
+from outrider.drafter_service.training.objectives import Objective, draft_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
-POSITION_DECAY = 0.8  # weight of a draft position's loss, relative to the position before
 SAVED_DTYPE = torch.float16  # of heads
 MAX_SPAN = 64  # roots of a window that learn in one step, if each has its own masks
-FIRST_DRAFTED_ROW = 1  # of root 0: the first drafted token, 2, is predicted by the target's row after token 1
 
 
 class Student(Protocol):
@@ -40,7 +38,7 @@ class Student(Protocol):
     def vocab_ids(self) -> Tensor | None:
         """The target's ids of its reduced vocabulary, int64 [draft_vocab_size]; None: the target's whole vocabulary."""
 
-    def loss(self, lesson: Lesson) -> Tensor:
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         """Return the mean loss over all roots and positions."""
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
@@ -63,26 +61,14 @@ def num_roots(lesson: Lesson, num_positions: int) -> int:
     return lesson.token_ids.shape[1] - num_positions
 
 
-def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: Tensor | None = None) -> Tensor:
-    """Return the weighted mean of the positions' divergences, draft position k with weight decay**k.
-
-    `deep`, int64 [num_deep]: roots of the positions after the first, if these do not have all roots.
-    """
-    weights = [decay**position for position in range(len(rows))]
-    losses = [
-        weight * law.divergence(logits, FIRST_DRAFTED_ROW + position, deep if position else None)
-        for position, (weight, logits) in enumerate(zip(weights, rows, strict=True))
-    ]
-    return torch.stack(losses).sum() / sum(weights)
-
-
-def position_loss(student: Student, lesson: Lesson) -> Tensor:
+def position_loss(student: Student, lesson: Lesson, objective: Objective) -> Tensor:
     """Return the loss of a drafter with independent draft positions."""
-    law = lesson.law(student.vocab_ids)
-    return decayed_loss(student.position_logits(lesson), law, decay=POSITION_DECAY)
+    return draft_loss(student.position_logits(lesson), lesson.law(student.vocab_ids), objective)
 
 
-def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, num_positions: int) -> Tensor:
+def span_loss(
+    guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, num_positions: int, objective: Objective
+) -> Tensor:
     """Return the loss over consecutive roots of a lesson, drawn at random.
 
     `guess` returns the logits of each draft position for these roots: [rows, num_roots, vocab_size].
@@ -91,4 +77,4 @@ def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, nu
     length = min(count, MAX_SPAN)
     first = int(torch.randint(count - length + 1, ()))
     law = lesson.law(None, start=first)
-    return decayed_loss(guess(lesson, range(first, first + length)), law, decay=POSITION_DECAY)
+    return draft_loss(guess(lesson, range(first, first + length)), law, objective)

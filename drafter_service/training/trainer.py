@@ -22,6 +22,7 @@ from torch.optim import AdamW
 from outrider.drafter_service.training.corpus_windows import TokenStream
 from outrider.drafter_service.training.muon import Muon
 from outrider.drafter_service.training.notes import Notes
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.precision import half_precision
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.recipe import Optimizers, Progress, Recipe
@@ -95,6 +96,7 @@ class Trainer:
     budget: Budget
     checkpoint: Path
     settings: Mapping[str, str]  # settings that a resumed run must not change
+    objective: Objective = Objective.CE
     progress: Progress = field(default_factory=Progress)
     notes: Notes = field(init=False)
 
@@ -125,7 +127,7 @@ class Trainer:
         progress, phase = self.progress, self.recipe.phase(share)
         windows = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
         with half_precision(self.pupil.teacher.device):
-            loss = self.pupil.loss(self.notes.lesson(windows))
+            loss = self.pupil.loss(self.notes.lesson(windows), self.objective)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.pupil.module.parameters(), MAX_GRAD_NORM)
         optimizers.step(self.recipe.lr_scale(progress.step, share))

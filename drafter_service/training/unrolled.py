@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.heads.head_layer import DraftHead
-from outrider.drafter_service.training.pupil import (
-    POSITION_DECAY,
-    SAVED_DTYPE,
-    decayed_loss,
-    num_roots,
-)
+from outrider.drafter_service.training.objectives import Objective, draft_loss
+from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget
 
 DEEP_SHARE = 0.25  # of a window's roots, drawn at random, learn after the first step: those steps take most of the time
@@ -48,13 +44,13 @@ class UnrolledPupil(Generic[SomeTarget]):
         self.vocab_ids = head.target_ids
         self._write = write
 
-    def loss(self, lesson: Lesson) -> Tensor:
+    def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         """Return the loss of the first step over all roots, and of later steps over some."""
         count = num_roots(lesson, self.num_positions)
         drawn = torch.randperm(count)[: max(1, int(count * DEEP_SHARE))].sort().values
         deep = drawn.to(lesson.token_ids.device)
         law = lesson.law(self.vocab_ids)
-        return decayed_loss(self._unroll(lesson, deep), law, decay=POSITION_DECAY, deep=deep)
+        return draft_loss(self._unroll(lesson, deep), law, objective, deep=deep)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Unroll the head from every root: [rows, num_roots, draft_vocab_size] per step."""

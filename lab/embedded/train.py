@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.drafter_service.embedded import draft_path, target_path
-from outrider.drafter_service.training.export import export
+from outrider.drafter_service.training.draft_model import export
 from outrider.drafter_service.training.precision import half_precision
 from outrider.drafter_service.training.recipe import Optimizers, Phase, Progress, Recipe
 from outrider.lab.embedded import corpus

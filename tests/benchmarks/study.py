@@ -21,6 +21,7 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.training.objectives import objectives
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
@@ -40,6 +41,7 @@ STUDIES = (
     far,
     follow,
     kv,
+    objectives,
     poison,
     policy,
     pricing,

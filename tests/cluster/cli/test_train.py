@@ -43,10 +43,11 @@ def invoke(place: Path, method: str, *options: str) -> tuple[int, str]:
 
 def test_a_drafter_is_trained_and_its_acceptance_shown_by_position(place: Path) -> None:
     figures_file = place / "figures.json"
-    options = ("--draft-vocab-size", "200", "--taps", "0,1,3", "--num-speculative-tokens", "2")
+    options = ("--draft-vocab-size", "200", "--taps", "0,1,3", "--num-speculative-tokens", "2", "--objective", "streak")
     code, output = invoke(place, "eagle3", "--steps", "2", "--json", str(figures_file), *options)
     assert code == 0, output
     figures = json.loads(figures_file.read_text())
+    assert figures["objective"] == "streak"
     assert [row["position"] for row in figures["held_out"]["positions"]] == [0, 1]
     first = figures["held_out"]["positions"][0]
     cells = ["1", *(f"{first[name]:.3f}" for name in ("greedy", "chain", "rejection"))]
@@ -111,6 +112,13 @@ def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
         ("draft-model", ("--hidden-size", "9"), "hidden_size must be a multiple of 8"),
         ("eagle3", ("--text", "nowhere"), "'nowhere' does not exist"),
         ("eagle9", (), "'eagle9' is not one of"),
+        (
+            "draft-model",
+            ("--objective", "streak"),
+            "objective: streak weighs a draft position by the survival of those",
+        ),
+        ("medusa", ("--objective", "streak", "--num-speculative-tokens", "1"), "this medusa learns one position"),
+        ("medusa", ("--objective", "ce_streak"), "'ce_streak' is not one of 'ce', 'tv', 'streak'"),
     ],
 )
 def test_a_wrong_input_is_named(place: Path, method: str, options: tuple[str, ...], message: str) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from outrider.drafter_service.learning.reservoir import Kept
 from outrider.drafter_service.learning.served_lessons import Reading, ServedLesson, draw_lesson, spans
-from outrider.drafter_service.training.pupil import decayed_loss
+from outrider.drafter_service.training.objectives import Objective, draft_loss
 from outrider.drafter_service.training.teacher import TaughtLesson
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
 from tiny.served import rows_of, sample
@@ -52,7 +52,7 @@ def test_counting_prompt_tokens_would_be_caught():
     """A planted defect: were the prompt's rows counted, the loss would differ."""
     lesson = lesson_of(kept_of(), TOKENS_ONLY)
     logits = torch.randn(1, 10, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    right = lesson.law(None).divergence(logits, 0)
+    right = Objective.CE.mean_loss(lesson.law(None).beside(logits, 0))
     assert right.item() == pytest.approx(F.cross_entropy(logits[0, 3:9], torch.arange(4, 10)).item(), abs=1e-5)
     defective = ServedLesson(
         **{name: getattr(lesson, name) for name in ServedLesson.__slots__}
@@ -60,7 +60,7 @@ def test_counting_prompt_tokens_would_be_caught():
     )
     disturbed = logits.clone()
     disturbed[:, :3] = 50 * torch.eye(VOCAB_SIZE)[11]  # what is said of the prompt
-    assert lesson.law(None).divergence(disturbed, 0).item() == pytest.approx(right.item())
+    assert Objective.CE.mean_loss(lesson.law(None).beside(disturbed, 0)).item() == pytest.approx(right.item())
     # rows without a law stay out even then: nothing is known of the prompt's tokens
     assert defective.law(None).counted.tolist() == [[False] * 3 + [True] * 6 + [False]]
 
@@ -104,26 +104,27 @@ def test_a_root_without_a_state_teaches_nothing():
     assert lesson.token_ids[0].tolist() == [*range(2, 10), 0, 0]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(1, 8, VOCAB_SIZE, generator=generator) for _ in range(2)]
-    right = decayed_loss(rows, lesson.law(None), decay=0.5)
+    right = draft_loss(rows, lesson.law(None))
     disturbed = [part.clone() for part in rows]
     for part in disturbed:
         part[:, [1, 2, 5, 6, 7], 0] = 50.0
-    assert decayed_loss(disturbed, lesson.law(None), decay=0.5).item() == pytest.approx(right.item())
+    assert draft_loss(disturbed, lesson.law(None)).item() == pytest.approx(right.item())
     first = F.cross_entropy(rows[0][0, [0, 3, 4]], torch.tensor([4, 7, 8]))
     second = F.cross_entropy(rows[1][0, [0, 3, 4]], torch.tensor([5, 8, 9]))
-    assert right.item() == pytest.approx(((first + 0.5 * second) / 1.5).item(), abs=1e-5)
+    assert right.item() == pytest.approx(((first + 0.8 * second) / 1.8).item(), abs=1e-5)
     deep = torch.tensor([1, 3])
-    some = decayed_loss([rows[0], rows[1][:, deep]], lesson.law(None), decay=0.5, deep=deep)
+    some = draft_loss([rows[0], rows[1][:, deep]], lesson.law(None), deep=deep)
     only = F.cross_entropy(rows[1][0, [3]], torch.tensor([8]))
-    assert some.item() == pytest.approx(((first + 0.5 * only) / 1.5).item(), abs=1e-5)
+    assert some.item() == pytest.approx(((first + 0.8 * only) / 1.8).item(), abs=1e-5)
 
 
 def laws(num_rows, seed=0):
     return (2 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))).softmax(-1)
 
 
+@pytest.mark.parametrize("objective", [Objective.CE, Objective.TV])
 @pytest.mark.parametrize("vocab_ids", [None, [1, 2, 3, 5, 7, 11], [7, 1, 5, 2, 11, 3]])
-def test_a_whole_law_in_rows_is_the_teachers(vocab_ids):
+def test_a_whole_law_in_rows_is_the_teachers(vocab_ids, objective):
     told = laws(6)
     ids, weights = rows_of(told, VOCAB_SIZE)
     lesson = lesson_of(kept_of(num_top=VOCAB_SIZE, top_ids=ids, top_weights=weights), TOKENS_ONLY)
@@ -136,16 +137,15 @@ def test_a_whole_law_in_rows_is_the_teachers(vocab_ids):
     chosen = None if vocab_ids is None else torch.tensor(vocab_ids)
     size = VOCAB_SIZE if chosen is None else len(chosen)
     draft = torch.randn(1, 7, size, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    ours, theirs = lesson.law(chosen).divergence(draft, 2), dense.law(chosen).divergence(draft, 2)
+    ours, theirs = (objective.mean_loss(each.law(chosen).beside(draft, 2)) for each in (lesson, dense))
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-3)
     assert lesson.law(chosen).counted.tolist() == dense.law(chosen).counted.tolist()
     (grad,), (expected,) = torch.autograd.grad(ours, draft), torch.autograd.grad(theirs, draft)
     assert torch.allclose(grad, expected, atol=1e-3)
     roots = torch.tensor([1, 3, 5])
     some = draft[:, roots]
-    assert lesson.law(chosen).divergence(some, 2, roots).item() == pytest.approx(
-        dense.law(chosen).divergence(some, 2, roots).item(), abs=1e-3
-    )
+    ours, theirs = (objective.mean_loss(each.law(chosen).beside(some, 2, roots)) for each in (lesson, dense))
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-3)
 
 
 def test_each_row_is_of_its_own_token():

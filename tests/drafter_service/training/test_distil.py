@@ -29,6 +29,7 @@ from outrider.drafter_service.training.draft_model import DraftModelPupil, Draft
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
+from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.served import Rounds
 from outrider.drafter_service.training.trainer import Budget, trained_s
@@ -173,6 +174,8 @@ def test_a_resumed_run_adds_steps_and_other_text_is_refused(place, tmp_path):
         distil(replace(more, target=place / "target", text=(tmp_path / "other.txt",)), lambda report: None)
     with pytest.raises(ValueError, match=r"^shape: MedusaShape\(num_layers=2"):
         run(replace(more, medusa=MedusaShape(num_layers=2)), place)
+    with pytest.raises(ValueError, match=r"^objective: tv does not go on with the run in .*, which had ce"):
+        run(replace(more, objective=Objective.TV), place)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.eagle import eagle_pupil
 from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
+from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW, Objective, draft_loss
 from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, decayed_loss, position_loss
+from outrider.drafter_service.training.pupil import MAX_SPAN, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, TaughtLesson, Teacher, check_taps, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledAttention
 from outrider.verifier_service.messages.draft import DraftSampling
@@ -238,7 +239,7 @@ def test_a_run_of_roots_learns_what_all_roots_are_judged_by(method):
     pupil = make_tiny_pupil(method)
     shaken(pupil.module)
     short = pupil.teacher.lesson(windows())
-    assert torch.allclose(pupil.loss(short), position_loss(pupil, short))
+    assert torch.allclose(pupil.loss(short), position_loss(pupil, short, Objective.CE))
     lesson = pupil.teacher.lesson(windows(rows=1, window=MAX_SPAN + 10))
     num_too_many = 10 - pupil.num_positions
     torch.manual_seed(1)
@@ -246,7 +247,7 @@ def test_a_run_of_roots_learns_what_all_roots_are_judged_by(method):
     assert first > 0
     law = lesson.law(None, start=first)
     rows = [part[:, first : first + MAX_SPAN] for part in pupil.position_logits(lesson)]
-    expected = decayed_loss(rows, law, decay=0.8)
+    expected = draft_loss(rows, law)
     torch.manual_seed(1)
     assert pupil.loss(lesson).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -316,27 +317,29 @@ def rows_of(logits, counted=True):
 def test_divergence_by_hand_and_zero_for_the_targets_own_rows():
     target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.0, 0.75]]]).log()
     law = rows_of(target).law(None)
-    assert law.divergence(target.clamp_min(-50), 0).item() == pytest.approx(0.0, abs=1e-5)
+    assert Objective.CE.mean_loss(law.beside(target.clamp_min(-50), 0)).item() == pytest.approx(0.0, abs=1e-5)
     draft = torch.tensor([[[0.25, 0.0, 0.75]]]).log().clamp_min(-50)
     expected = 0.25 * torch.tensor(0.25 / 0.25).log() + 0.75 * torch.tensor(0.75 / 0.75).log()
-    assert law.divergence(draft, 1).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert Objective.CE.mean_loss(law.beside(draft, 1)).item() == pytest.approx(expected.item(), abs=1e-5)
     even = torch.zeros(1, 1, 3)
     entropy = -(0.25 * torch.tensor(0.25).log() + 0.75 * torch.tensor(0.75).log())
-    assert law.divergence(even, 1).item() == pytest.approx((torch.tensor(3.0).log() - entropy).item(), abs=1e-5)
+    assert Objective.CE.mean_loss(law.beside(even, 1)).item() == pytest.approx(
+        (torch.tensor(3.0).log() - entropy).item(), abs=1e-5
+    )
 
 
 def test_each_position_is_held_against_its_own_row_and_weighs_less_than_the_one_before():
     logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
     law = rows_of(logits).law(None)
     right = [logits[:, 1:4], logits[:, 2:5], logits[:, 3:6]]
-    assert decayed_loss(right, law, decay=0.8).item() == pytest.approx(0.0, abs=1e-6)
+    assert draft_loss(right, law).item() == pytest.approx(0.0, abs=1e-6)
     wrong = torch.zeros(1, 3, 4)
     losses = [
-        decayed_loss([*right[:position], wrong, *right[position + 1 :]], law, decay=0.5).item()
-        / law.divergence(wrong, FIRST_DRAFTED_ROW + position).item()
+        draft_loss([*right[:position], wrong, *right[position + 1 :]], law).item()
+        / Objective.CE.mean_loss(law.beside(wrong, FIRST_DRAFTED_ROW + position)).item()
         for position in range(3)
     ]
-    assert losses == pytest.approx([1 / 1.75, 0.5 / 1.75, 0.25 / 1.75])
+    assert losses == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])
 
 
 def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
@@ -345,15 +348,15 @@ def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
     assert law.counted.tolist() == [[False, True]]
     draft = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])  # wrong in the row that does not count
     expected = (1 / 3) * torch.tensor(2 / 3).log() + (2 / 3) * torch.tensor(4 / 3).log()
-    assert law.divergence(draft, 0).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert Objective.CE.mean_loss(law.beside(draft, 0)).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_what_a_user_says_teaches_nothing():
     target = torch.tensor([[[0.4, 0.6], [0.3, 0.7]]]).log()
     law = rows_of(target, [[False, True]]).law(None)
     draft = torch.tensor([[[9.0, 0.0], [0.3, 0.7]]])
-    expected = rows_of(target[:, 1:]).law(None).divergence(draft[:, 1:], 0)
-    assert law.divergence(draft, 0).item() == pytest.approx(expected.item(), abs=1e-6)
+    expected = Objective.CE.mean_loss(rows_of(target[:, 1:]).law(None).beside(draft[:, 1:], 0))
+    assert Objective.CE.mean_loss(law.beside(draft, 0)).item() == pytest.approx(expected.item(), abs=1e-6)
     assert expected.item() > 0
     # a window's row counts where the token after it does
     lesson = make_teacher().lesson(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[False, False, True, True]]))
@@ -410,5 +413,5 @@ def test_the_loss_of_some_roots_is_held_against_their_own_rows():
     law = rows_of(logits).law(None)
     deep = torch.tensor([0, 2])
     right = [logits[:, 1:4], logits[:, 2 + deep], logits[:, 3 + deep]]
-    assert decayed_loss(right, law, decay=0.8, deep=deep).item() == pytest.approx(0.0, abs=1e-6)
-    assert decayed_loss([right[0], right[2], right[1]], law, decay=0.8, deep=deep).item() > 0.1
+    assert draft_loss(right, law, deep=deep).item() == pytest.approx(0.0, abs=1e-6)
+    assert draft_loss([right[0], right[2], right[1]], law, deep=deep).item() > 0.1
