@@ -79,6 +79,7 @@ class PipelinedEngine(VerifierEngine):
             and self.pricing.can_learn_later(len(items))
             and all(request.hold_until_s is None for request in self.scheduler.running)
             and all(item.draft is None and not self._needs_logits(item.request) for item in items)
+            and all(item.masks is None for item in items)
             and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
             and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
         )
