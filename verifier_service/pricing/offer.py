@@ -143,9 +143,7 @@ def judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
     ]
 
 
-def paying_nodes(
-    asked: PricedRound, draft: Draft, rates: Sequence[float], *, price: float, num_least: int
-) -> Draft:
+def paying_nodes(asked: PricedRound, draft: Draft, rates: Sequence[float], *, price: float, num_least: int) -> Draft:
     """Return the nodes of a tree of point masses that pay; a child survives less than its parent.
 
     `rates`: of each node, the chance to be accepted where its parent is. At least `num_least` nodes are kept.

@@ -82,4 +82,3 @@ class MaskPlanner:
         seen = self._accepted.setdefault(num_drafted, [0.0] * (num_drafted + 1))
         seen[:] = [FADE * number for number in seen]
         seen[num_accepted] += 1.0
-
