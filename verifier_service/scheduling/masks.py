@@ -1,7 +1,7 @@
-"""Masks in the step that verifies: a model that was taught to guesses its next draft there (TiDAR, arXiv 2511.08923).
+"""Masks in the step that verifies, by which a model guesses its next draft: TiDAR (Liu et al. 2025, arXiv 2511.08923).
 
-Behind a request's draft stand blocks of masks, one for each count of draft tokens that may be accepted. A block sees the
-committed tokens, its count of draft tokens and all of itself; nothing sees a block. The block of the count that is
+Behind a request's draft stand blocks of masks, one for each count of draft tokens that may be accepted. A block sees
+the committed tokens, its count of draft tokens and all of itself; nothing else sees it. The block of the count that is
 accepted has guessed on; the others, and the KV of all, are dropped.
 
     tokens      last committed | draft 0  draft 1 | mask  mask | mask  mask | mask  mask

@@ -227,7 +227,7 @@ def test_nothing_of_the_masks_is_found_in_the_prefix_cache(target: Target):
 
 @pytest.mark.parametrize("defect", [None, leaking, left_behind], ids=["right", "leaking", "left behind"])
 def test_the_law_is_the_models_and_leaks_are_caught(tmp_path: Path, defect: Change | None):
-    """At temperature 1, by Pearson's chi-square over 25 laws (`markov_target`); drafts are drawn from the masks' rows."""
+    """At temperature 1, by Pearson's chi-square over 25 laws (`markov_target`), with drafts drawn from masks' rows."""
     markov = make_target(tmp_path / "target")
     target = Target.of(markov.folder, markov.model, num_kv_blocks=4096)
     requests = [each for each in law_requests(num_requests=NUM_LAW_REQUESTS) if each.request_id.startswith("rejection")]
