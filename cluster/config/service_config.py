@@ -16,6 +16,7 @@ from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOption
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
+from outrider.drafter_service.service.speculative_config import Method
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
@@ -222,6 +223,7 @@ class ServiceConfig(PoolsConfig):
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             max_tree_nodes=max(pool.speculative.num_tree_nodes for pool in self.drafters),
+            has_masks=any(pool.speculative.method is Method.TIDAR for pool in self.active),
         )
 
     @property

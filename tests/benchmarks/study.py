@@ -20,6 +20,7 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.tidar import tidar
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
@@ -44,6 +45,7 @@ STUDIES = (
     rollouts,
     router,
     step,
+    tidar,
     updates,
     usual,
     vllm_pool,
@@ -61,7 +63,7 @@ def study() -> None:
     drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
     broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
     costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
-    running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
+    running server's load from 1 to many streams and back; tidar: a model that drafts for itself by masks; updates: answers after new weights; usual: what a small
     machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
