@@ -24,7 +24,7 @@ from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil, 
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
-from outrider.drafter_service.training.parallel_draft import ParallelPupil
+from outrider.drafter_service.training.parallel_draft import ParallelPupil, TidarPupil
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.recipe import Phase, Recipe
 from outrider.drafter_service.training.served import (
@@ -32,10 +32,10 @@ from outrider.drafter_service.training.served import (
     Rounds,
     continue_greedily,
     play_greedily,
+    serve_greedily,
     served_drafter,
 )
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.drafter_service.training.tidar import TidarPupil, serve_greedily
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
 Method = Literal[

@@ -22,9 +22,8 @@ from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
-from outrider.drafter_service.training.served import continue_greedily, play_greedily, served_drafter
+from outrider.drafter_service.training.served import continue_greedily, play_greedily, serve_greedily, served_drafter
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.drafter_service.training.tidar import serve_greedily
 from outrider.drafter_service.training.trainer import Budget, StepReport
 from outrider.lab.embedded import corpus
 from outrider.lab.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS

@@ -16,11 +16,11 @@ from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
+from benchmarks.masks.tidar import tidar
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
-from benchmarks.tidar import tidar
 from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
@@ -63,8 +63,9 @@ def study() -> None:
     drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
     broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
     costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
-    running server's load from 1 to many streams and back; tidar: a model that drafts for itself by masks; updates: answers after new weights; usual: what a small
-    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
+    running server's load from 1 to many streams and back; tidar: a model that drafts for itself by masks; updates:
+    answers after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool,
+    and without.
     """
 
 

@@ -1,4 +1,7 @@
-"""What the masks of a step have guessed (`scheduling/masks.py`), kept until the next draft is made of it."""
+"""What the masks of a step have guessed, kept until the next draft is made of it.
+
+The masks: `verifier_service/scheduling/masks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Drafts by masks (`scheduling/masks.py`): a draft costs its own rows and those of the masks for the next one.
+"""Drafts by masks: a draft costs its own rows and those of the masks for the next one.
 
-All rows of a step are counted: with blocks of k masks for every outcome, a draft of n tokens takes n + (n + 1) k rows.
-So a request drafts by what it expects to bring per second with its masks, beside a plain step without any. A probe
-takes two rounds: a step with masks and no draft yet, and one that verifies what they have guessed.
+The masks: `verifier_service/scheduling/masks.py`. All rows of a step are counted: with blocks of k masks for every
+outcome, a draft of n tokens takes n + (n + 1) k rows. So a request drafts by what it expects to bring per second with
+its masks, beside a plain step without any. A probe takes two rounds: a step with masks and no draft yet, and one that
+verifies what they have guessed.
 """
 
 from __future__ import annotations

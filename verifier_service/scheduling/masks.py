@@ -29,6 +29,13 @@ class MaskBlocks:
     num_blocks: int = 0  # at most, for each request; 0: one for each count of accepted tokens
 
 
+class Tree(NamedTuple):
+    """What one request has in a step after its last committed token; see `ScheduledBatch`."""
+
+    parents: list[int]
+    ends: list[int]  # empty: no token sees a later one
+
+
 class PlacedMasks(NamedTuple):
     """The masks of one request in one step."""
 
@@ -39,14 +46,14 @@ class PlacedMasks(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.counts) * self.blocks.length
 
-    def nodes(self, num_drafted: int) -> tuple[list[int], list[int]]:
-        """Return parents and ends (`ScheduledBatch`) of the whole tree: a draft, which is a chain, and the blocks."""
+    def tree(self, num_drafted: int) -> Tree:
+        """Return the tree of a draft, which is a chain, and the blocks."""
         parents, ends = list(range(-1, num_drafted - 1)), list(range(1, num_drafted + 1))
         for count in self.counts:
             first, end = len(parents), len(parents) + self.blocks.length
             parents += [count - 1, *range(first, end - 1)]
             ends += [end] * self.blocks.length
-        return parents, ends
+        return Tree(parents, ends)
 
     def rows_of(self, count: int) -> range | None:
         """Return which of the masks' rows guess on after so many accepted tokens; None: no block was there for them."""

@@ -10,7 +10,7 @@ from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import depths
-from outrider.verifier_service.scheduling.masks import PlacedMasks
+from outrider.verifier_service.scheduling.masks import PlacedMasks, Tree
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
@@ -102,8 +102,8 @@ def build_batch(
         copy_sources=[source for source, _ in copies],
         copy_targets=[target for _, target in copies],
     )
-    trees = [_tree_of(item) for item in items]
-    for item, stop, (parents, _) in zip(items, batch.context_lengths, trees, strict=True):
+    trees: list[Tree | None] = []  # of each item; None: a chain
+    for item, stop in zip(items, batch.context_lengths, strict=True):
         start = item.request.num_computed_tokens
         batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
         batch.token_ids.extend(item.request.token_ids[start:stop])
@@ -118,27 +118,27 @@ def build_batch(
             batch.token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
         if item.samples:
             batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
-        batch.positions.extend(_positions(parents, start, stop))
+        tree = _tree_of(item) if item.draft is not None or item.masks is not None else None
+        trees.append(tree)
+        batch.positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
         batch.slot_mapping.extend(slots_of(item.request.block_table, range(start, stop), block_size))
-    if any(parents for parents, _ in trees):
-        batch.tree_parents.extend(parents for parents, _ in trees)
-    if any(ends for _, ends in trees):
-        batch.tree_ends.extend(ends for _, ends in trees)
+    if any(trees):
+        batch.tree_parents.extend([] if tree is None else tree.parents for tree in trees)
+        if any(tree is not None and tree.ends for tree in trees):
+            batch.tree_ends.extend([] if tree is None else tree.ends for tree in trees)
     return batch
 
 
-def _tree_of(item: ScheduledRequest) -> tuple[list[int], list[int]]:
-    """Return parents and ends (`ScheduledBatch`) of an item's tree of draft and masks; both empty for a chain."""
+def _tree_of(item: ScheduledRequest) -> Tree | None:
+    """Return the tree of an item's draft and masks; None: a chain."""
     if item.masks is not None:
         assert item.draft is None or item.draft.parents is None, "masks follow a chain"
-        return item.masks.nodes(len(item.draft.token_ids) if item.draft is not None else 0)
+        return item.masks.tree(0 if item.draft is None else len(item.draft.token_ids))
     parents = None if item.draft is None else item.draft.parents
-    return [] if parents is None else list(parents), []
+    return None if parents is None else Tree(list(parents), [])
 
 
 def _positions(parents: Sequence[int], start: int, stop: int) -> Sequence[int]:
-    """Return the positions of an item's tokens; in a tree, the depth counts and not the slot."""
-    if not parents:
-        return range(start, stop)
+    """Return the positions of tokens that end with a tree, in which the depth counts and not the slot."""
     first = stop - len(parents)
     return [*range(start, first), *(first + depth for depth in depths(parents))]

@@ -346,8 +346,10 @@ class Scheduler:
         num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
         draft = self._cut_draft(request, min(step.budget, room) - num_new) if samples else None
         num_new += len(draft.token_ids) if draft else 0
-        masks = self._place_masks(request, draft, min(step.budget, room) - num_new) if samples else None
-        num_new += masks.num_tokens if masks is not None else 0
+        masks: PlacedMasks | None = None
+        if self.masks is not None and samples:
+            masks = self._place_masks(request, draft, min(step.budget, room) - num_new)
+            num_new += masks.num_tokens if masks is not None else 0
         step.copies += self._tables.reserve(request, num_new)
         step.budget -= num_new
         step.num_prompt_rows_left -= num_prompt_rows

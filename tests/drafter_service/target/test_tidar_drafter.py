@@ -1,4 +1,4 @@
-"""TiDAR on small models that nobody taught: tokens are the model's own, drafts are what its masks say in the library."""
+"""TiDAR on small models that nobody taught: tokens are the model's own, drafts what its masks say in the library."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.eagle import eagle_pupil
 from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
-from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible
+from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible, visible_blocks
 from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, decayed_loss, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, TaughtLesson, Teacher, check_taps, default_taps
-from outrider.drafter_service.training.tidar import visible_blocks
 from outrider.drafter_service.training.unrolled import UnrolledAttention
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.model.config import ModelConfig

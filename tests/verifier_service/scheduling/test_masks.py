@@ -143,4 +143,4 @@ def test_blocks_of_what_came_most_often_are_kept():
 def test_rows_of_blocks_come_in_their_order():
     masks = PlacedMasks(BLOCKS, (0, 2))
     assert (masks.num_tokens, masks.rows_of(0), masks.rows_of(2), masks.rows_of(1)) == (4, range(2), range(2, 4), None)
-    assert masks.nodes(2) == ([-1, 0, -1, 2, 1, 4], [1, 2, 4, 4, 6, 6])
+    assert masks.tree(2) == ([-1, 0, -1, 2, 1, 4], [1, 2, 4, 4, 6, 6])
