@@ -18,19 +18,29 @@ from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.drafter_service.target.tidar_drafter import BLOCK_KEY, TidarDrafter, parse_blocks
+from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.engine import factory
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftClient
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import (
+    GenerationRequest,
+    SamplingParams,
+    SpeculationPlan,
+    TokenLogprobs,
+)
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.masks import MaskBlocks, PlacedMasks
 from tiny.markov_target import count_transitions, make_target, transition_p_value
 from tiny.models import full_logits, make_checkpoint, random_sequences
+from tiny.played_graphs import played_backend
 
 MASK, LENGTH = 3, 3
 BLOCKS = MaskBlocks(token_id=MASK, length=LENGTH)
@@ -49,9 +59,9 @@ class Target:
     batches: list[ScheduledBatch] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: Path, model: PreTrainedModel, **options: int) -> Target:
+    def of(cls, folder: Path, model: PreTrainedModel, backend: GraphBackend | None = None, **options: int) -> Target:
         config = ModelConfig(path=str(folder), device="cpu", block_size=4, check_logits=False, **options)
-        runner = ParallelRunner(ModelRunner(config, TensorParallelGroup.single()))
+        runner = ParallelRunner(ModelRunner(config, TensorParallelGroup.single(), backend))
         return cls(runner, VerifierSpec(model=config, sampling_seed=0, max_num_seqs=512), model)
 
     def engine(self, blocks: MaskBlocks | None, change: Change = lambda batch: batch) -> VerifierEngine:
@@ -84,6 +94,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @dataclass
 class Ran:
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of the prompt, then of the tokens
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0
@@ -97,6 +108,9 @@ def run(engine: VerifierEngine, requests: Sequence[GenerationRequest]) -> Ran:
     while engine.has_work():
         for output in engine.step() or []:
             ran.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            ran.logprobs.setdefault(output.request_id, []).extend(
+                each for each in (*(output.prompt_logprobs or ()), *(output.logprobs or ())) if each is not None
+            )
             ran.num_drafted += output.num_draft_tokens
             ran.num_accepted += output.num_accepted_tokens
         ran.num_steps += 1
@@ -146,6 +160,41 @@ def block_logits(model: PreTrainedModel, before: Sequence[int]) -> torch.Tensor:
     bias = torch.zeros(1, 1, size, size).masked_fill(~seen, torch.finfo(torch.float32).min)
     with torch.no_grad():
         return model(input_ids=torch.tensor([[*before, *[MASK] * LENGTH]]), attention_mask=bias).logits[0, -LENGTH:]
+
+
+def test_masks_are_captured_like_any_tree(target: Target, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")  # as on an accelerator: torch's operators alone
+    plain = run(target.engine(None), requests_of())
+    folder = Path(target.spec.model.path)
+    captured = Target.of(folder, target.model, played_backend(), num_kv_blocks=96)
+    ran = run(captured.engine(BLOCKS), requests_of())
+    assert ran.tokens == plain.tokens
+    assert ran.num_drafted > 0
+    counts = captured.runner.graph_counts
+    assert (counts.num_replayed, counts.eager) == (len(captured.batches), {})
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_pipelined_engine_reads_masks_before_it_goes_on(
+    target: Target, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+):
+    plain = run(target.engine(None), requests_of(sampling))
+    monkeypatch.setattr(factory, "resolve_device", lambda name: torch.device("cuda"))
+    engine = target.engine(BLOCKS)
+    assert isinstance(engine, PipelinedEngine)
+    ran = run(engine, requests_of(sampling))
+    assert ran.tokens == plain.tokens
+    assert ran.num_drafted > 0
+
+
+def test_logprobs_are_of_the_sampled_rows(target: Target):
+    sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    plain, ran = (run(target.engine(blocks), requests_of(sampling)) for blocks in (None, BLOCKS))
+    assert ran.num_drafted > 0
+    assert ran.logprobs.keys() == plain.logprobs.keys()
+    for name, found in plain.logprobs.items():
+        assert [each.token_id for each in ran.logprobs[name]] == [each.token_id for each in found]
+        assert [each.logprob for each in ran.logprobs[name]] == pytest.approx([e.logprob for e in found], abs=1e-4)
 
 
 def test_one_block_is_there_for_what_comes_most_often_and_misses_have_no_draft(target: Target):
