@@ -187,6 +187,16 @@ def test_a_pipelined_engine_reads_masks_before_it_goes_on(
     assert ran.num_drafted > 0
 
 
+def test_requests_that_are_preempted_go_on_with_the_same_tokens(target: Target):
+    plain = run(target.engine(None), requests_of())
+    small = Target.of(Path(target.spec.model.path), target.model, num_kv_blocks=12)
+    engine = small.engine(BLOCKS)
+    ran = run(engine, requests_of())
+    assert engine.scheduler.num_preemptions > 0
+    assert ran.tokens == plain.tokens
+    assert ran.num_drafted > 0
+
+
 def test_logprobs_are_of_the_sampled_rows(target: Target):
     sampling = replace(GREEDY, logprobs=2, prompt_logprobs=1)
     plain, ran = (run(target.engine(blocks), requests_of(sampling)) for blocks in (None, BLOCKS))
