@@ -48,7 +48,9 @@ ROOMS = {
         "engine heads verifier_service/messages verifier_service/gpu verifier_service/model"
     ),
     "drafter_service/models": ("engine heads verifier_service/messages verifier_service/model verifier_service/engine"),
-    "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
+    "drafter_service/target": (
+        "engine verifier_service/messages verifier_service/model verifier_service/scheduling verifier_service/engine"
+    ),
     "drafter_service/observing": "engine verifier_service/messages",
     "drafter_service/service": (
         "proto engine observing lookup heads head_drafters models target verifier_service verifier_service/messages "
@@ -57,7 +59,8 @@ ROOMS = {
     "drafter_service/embedded": "service",
     "drafter_service/shipped": "service",
     "drafter_service/training": (
-        "engine heads models service verifier_service verifier_service/messages verifier_service/model"
+        "engine heads models target service verifier_service verifier_service/messages verifier_service/model "
+        "verifier_service/engine"
     ),
     "drafter_service/learning": (
         "engine heads service training verifier_service verifier_service/messages verifier_service/model "

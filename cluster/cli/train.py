@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from outrider.drafter_service.training.distil import Distilled, DistilOptions
     from outrider.drafter_service.training.trainer import StepReport
 
-METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash")
+METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash", "tidar")
 OBJECTIVES = ("ce", "tv", "streak")
 DEFAULT_MINUTES = 30.0
 # options that some methods alone know, and which
 OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "init_from": ("draft-model", "parallel-draft", "eagle3"),
+    "init_from": ("draft-model", "parallel-draft", "eagle3", "tidar"),
     "hidden_size": ("draft-model", "parallel-draft", "mlp-speculator"),
     "num_layers": ("draft-model", "parallel-draft", "medusa", "dflash"),
     "draft_vocab_size": ("medusa", "eagle3"),
@@ -117,12 +117,12 @@ _OPTIONS = (
     click.option(
         "--init-from",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="draft-model, parallel-draft, eagle3: go on with this one. Default: a new one.",
+        help="draft-model, parallel-draft, eagle3, tidar: go on with this one. Default: a new one; tidar: the target.",
     ),
     click.option(
         "--rate-scale",
         type=click.FloatRange(min=0, min_open=True),
-        help="Learning rates beside the usual ones. Default: 1; with --init-from 0.1.",
+        help="Learning rates beside the usual ones. Default: 1; with --init-from, and of tidar, 0.1.",
     ),
     click.option(
         "--draft-vocab-size",
@@ -151,6 +151,8 @@ def _train_options(command: Callable[..., None]) -> Callable[..., None]:
 @_train_options
 def train_drafter(json_file: Path | None, **options: Any) -> None:
     """Distil a drafter for any target from text: a draft model, a head over its states, or a block drafter.
+
+    tidar: the target itself is taught to draft.
 
     OUTPUT holds the public format of the METHOD and acceptance.json; OUTPUT.training holds the checkpoint.
     """

@@ -25,10 +25,10 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # as vLLM reads the
 
 
 def parse_mask_token_id(config: Mapping[str, Any], vocab_size: int) -> int:
-    """Return the mask token of a draft model's config; raises `ValueError` where it names none, or none of its own."""
+    """Return the mask token of a model's config; raises `ValueError` where it names none, or none of its own."""
     found = [(key, config[key]) for key in MASK_KEYS if config.get(key) is not None]
     if not found:
-        raise ValueError(f"{MASK_KEYS[1]}: the draft model's config names no mask token ({', '.join(MASK_KEYS)})")
+        raise ValueError(f"{MASK_KEYS[1]}: the model's config names no mask token ({', '.join(MASK_KEYS)})")
     key, value = found[0]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         raise ValueError(f"{key}: {value!r} is no token of a vocabulary of {vocab_size}")

@@ -115,7 +115,7 @@ def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
 def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
     """Return the number of the target's KV blocks that a drafter uses for its guesses."""
     speculative = spec.speculative
-    if not any(method in TARGET_DERIVED for method in speculative.all_methods):
-        return 0
+    if not any(method in TARGET_DERIVED and method is not Method.TIDAR for method in speculative.all_methods):
+        return 0  # masks lie behind the request's own tokens
     num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
     return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)

@@ -25,7 +25,7 @@ from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
 from outrider.drafter_service.models.model_drafter import ModelForward
 from outrider.drafter_service.models.one_pass_drafter import CanvasForward
-from outrider.drafter_service.models.parallel_drafter import MaskedModel, parse_mask_token_id
+from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, MaskedModel, parse_mask_token_id
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -40,6 +40,7 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
 from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
+from outrider.drafter_service.target.tidar_drafter import TidarDrafter, parse_blocks
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
@@ -116,6 +117,7 @@ class _Maker:
             Method.LOOKAHEAD: self._lookahead,
             Method.EARLY_EXIT: self._early_exit,
             Method.SPARSE: self._sparse,
+            Method.TIDAR: self._tidar,
             Method.MEDUSA: self._medusa,
             Method.MLP_SPECULATOR: self._mlp_speculator,
             Method.EAGLE: partial(self._eagle, Method.EAGLE),
@@ -204,6 +206,14 @@ class _Maker:
     def _sparse(self) -> Drafter:
         assert self._view is not None, "sparse self-speculation runs in the verifier"
         return sparse_drafter(self._view, self._rng, num_blocks=self._config.sparse_num_blocks, trees=self._trees)
+
+    def _tidar(self) -> Drafter:
+        assert self._view is not None, "tidar drafts in the verifier's steps"
+        config, given = read_json(resolve_description(self._spec.target) / CONFIG_NAME), self._config.mask_token_id
+        token_id = parse_mask_token_id(config if given is None else {MASK_KEYS[0]: given}, self._vocab_size)
+        length, num_blocks = self._config.num_speculative_tokens, self._config.tidar_num_blocks
+        masks = parse_blocks(config, token_id, length=length, num_blocks=num_blocks)
+        return TidarDrafter(self._view, self._rules, masks)
 
     def _medusa(self) -> Drafter:
         from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter

@@ -30,6 +30,7 @@ from outrider.drafter_service.service.plugin_drafter import PluginDrafter
 from outrider.drafter_service.service.speculative_config import MODEL_FREE, Method
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.target_view import TargetView
+from outrider.drafter_service.target.tidar_drafter import TidarDrafter
 from outrider.verifier_service.engine.control import change_beside
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.runners import Runner
@@ -143,7 +144,7 @@ def _cold(spec: DrafterSpec, drafter: Drafter) -> Sequence[Drafter]:
         models: Sequence[Drafter] = drafter.models
     else:
         models = () if spec.speculative.method in MODEL_FREE else (drafter,)
-    return [model for model in models if not isinstance(model, SelfDrafter | PluginDrafter)]
+    return [model for model in models if not isinstance(model, SelfDrafter | TidarDrafter | PluginDrafter)]
 
 
 def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> None:

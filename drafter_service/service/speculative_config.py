@@ -30,6 +30,7 @@ class Method(enum.StrEnum):
     LOOKAHEAD = "lookahead"
     EARLY_EXIT = "early_exit"
     SPARSE = "sparse"
+    TIDAR = "tidar"
     MEDUSA = "medusa"
     MLP_SPECULATOR = "mlp_speculator"
     EAGLE = "eagle"
@@ -53,7 +54,7 @@ METHOD_ALIASES = {"mtp_eagle": Method.MTP, "pard": Method.PARALLEL_DRAFT, "draft
 # they are models of their own
 WHOLE_MODELS = (Method.DRAFT_MODEL, Method.PARALLEL_DRAFT)
 # they read the target's KV, and so must run in the verifier
-TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
+TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE, Method.TIDAR)
 # they read tokens only: no checkpoint, nothing to load
 MODEL_FREE = (Method.NGRAM, Method.SUFFIX, Method.LOOKAHEAD)
 # heads that continue from their own states
@@ -108,6 +109,9 @@ class SpeculativeConfig:
     lookahead_ngram_size: Annotated[int, Field(ge=2)] = 4
     exit_layer: Annotated[int | None, Field(ge=1)] = None  # early exit after so many layers; None: a third of them
     sparse_num_blocks: Annotated[int, Field(ge=2)] = 8  # KV blocks that sparse self-speculation attends to
+    # blocks of masks in a step of tidar, for the likeliest outcomes of its verification; 0: for every one
+    tidar_num_blocks: Annotated[int, Field(ge=0)] = 0
+    mask_token_id: Annotated[int | None, Field(ge=0)] = None  # of tidar; None: the target's config names it
     # as the target's; another, by way of text; another, where both agree
     vocabulary: Literal["same", "text", "intersect"] = "same"
     state_dtype: Dtype = "auto"  # of hidden states that are sent to drafters; auto: the target's own
@@ -139,6 +143,10 @@ class SpeculativeConfig:
             raise ValueError(f"methods: {with_checkpoint[0]} and {with_checkpoint[1]} need a checkpoint each")
         if sum(method in STATE_READING for method in self.methods) > 1:
             raise ValueError("methods: at most one of a hybrid's drafters may read hidden states")
+        if Method.TIDAR in self.methods:
+            raise ValueError("methods: tidar drafts in every step of the target, so that it stands alone")
+        if self.method is Method.TIDAR and self.num_tree_nodes:
+            raise ValueError("num_tree_nodes: tidar has masks for every outcome of a chain, not of a tree")
         self._check_plugin()
         if self.models and self.method not in (Method.EAGLE, Method.EAGLE3):
             raise ValueError("models: parameter sets by position are for eagle and eagle3")

@@ -13,6 +13,7 @@ from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.model.attention import KVPool
+from outrider.verifier_service.scheduling.masks import MaskBlocks
 
 
 class TargetRunner(Runner, Protocol):
@@ -31,12 +32,24 @@ class TargetView:
     def __init__(self, runner: TargetRunner) -> None:
         self._runner = runner
         self._engine: VerifierEngine | None = None
+        self._masks: MaskBlocks | None = None
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.block_size, self.scratch_blocks = runner.block_size, runner.scratch_blocks
         self.num_layers = runner.num_layers
 
     def attach(self, engine: VerifierEngine) -> None:
         self._engine = engine
+        if self._masks is not None:
+            engine.use_masks(self._masks)
+
+    def use_masks(self, masks: MaskBlocks) -> None:
+        """Let the engine's steps have masks; call it before `attach`."""
+        self._masks = masks
+
+    def mask_rows(self, request_id: str, num_tokens: int) -> torch.Tensor | None:
+        """Return what the masks of the last step have guessed, see `MaskRows.after`."""
+        assert self._engine is not None, "the view is not attached to an engine"
+        return self._engine.mask_rows.after(request_id, num_tokens)
 
     def request(self, request_id: str) -> Request | None:
         """Return the engine's record of a request, to be read only; None: the request is gone."""

@@ -25,7 +25,7 @@ from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.parallel_draft import ParallelPupil
+from outrider.drafter_service.training.parallel_draft import ParallelPupil, TidarPupil
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.recipe import Phase, Recipe
 from outrider.drafter_service.training.served import (
@@ -33,12 +33,15 @@ from outrider.drafter_service.training.served import (
     Rounds,
     continue_greedily,
     play_greedily,
+    serve_greedily,
     served_drafter,
 )
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
-Method = Literal["draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash"]
+Method = Literal[
+    "draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash", "tidar"
+]
 METHODS: tuple[Method, ...] = get_args(Method)
 FIGURES_NAME = "acceptance.json"
 CHECKPOINT_NAME = "checkpoint.pt"
@@ -73,8 +76,8 @@ class DistilOptions:
     judge_every_s: float = 600.0
     matrix_lr: float = 0.04  # of Muon; twice a new model's, since heads start near the target
     checkpoint_every_s: float = 60.0
-    init_from: Path | None = None  # a draft model or EAGLE-3 head to fine-tune
-    rate_scale: float | None = None  # of all learning rates; None: 1 for a new drafter, FINE_TUNING with init_from
+    init_from: Path | None = None  # a draft model or EAGLE-3 head to fine-tune; tidar: None is the target itself
+    rate_scale: float | None = None  # of all learning rates; None: 1 for a new drafter, else FINE_TUNING
     draft: DraftShape = field(default_factory=DraftShape)
     medusa: MedusaShape = field(default_factory=MedusaShape)
     eagle3: Eagle3Shape = field(default_factory=Eagle3Shape)
@@ -211,6 +214,9 @@ class ServedJudge:
     def _play(self, folder: Path) -> Rounds | None:
         if not self._prompts:
             return None
+        if self._options.method == "tidar":  # it drafts for itself alone
+            length = self._options.num_positions
+            return serve_greedily(folder, self._prompts, num_new_tokens=EVAL_NEW_TOKENS, draft_length=length)
         if not self._continuations:
             self._continuations = continue_greedily(self._teacher, self._prompts, num_new_tokens=EVAL_NEW_TOKENS)
         drafter = served_drafter(self._options.method, folder, self._options.target)
@@ -251,6 +257,10 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
             return DFlashPupil.create(
                 teacher, corpus.training, shape=options.dflash, num_guesses=num_positions, seed=seed
             )
+        case "tidar":
+            return TidarPupil.create(
+                teacher, tokenizer, corpus.training, num_positions=num_positions, init_from=options.init_from
+            )
 
 
 def _draft_model(
@@ -270,7 +280,8 @@ def recipe_for(options: DistilOptions, teacher: Teacher) -> Recipe:
     Wide models have a smaller rate for embeddings, and fine-tuned models smaller rates for all. Rates fall from the
     first step on: at full rates an EAGLE-3 head did not improve for hundreds of steps.
     """
-    scale = options.rate_scale or (1.0 if options.init_from is None else FINE_TUNING)
+    is_new = options.init_from is None and options.method != "tidar"
+    scale = options.rate_scale or (1.0 if is_new else FINE_TUNING)
     recipe = Recipe(
         minutes=options.budget.minutes,
         matrix_lr=options.matrix_lr * scale,

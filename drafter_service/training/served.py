@@ -1,7 +1,7 @@
 """Mean acceptance length of a drafter as it is served: the target's greedy text, drafted round by round.
 
 Greedy verification commits the target's continuation with any drafter. So the continuation and its states are computed
-once, and rounds are replayed over it.
+once, and rounds are replayed over it. A model that drafts for itself is served instead.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
+from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
 from outrider.drafter_service.service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.engine.factory import build_engine
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DraftSampling
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -90,6 +94,33 @@ def served_drafter(method: str, folder: Path, target: Path) -> Drafter:
     )
     runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
     return build_drafter(spec, runner=runner)
+
+
+def serve_greedily(folder: Path, prompts: Sequence[Sequence[int]], *, num_new_tokens: int, draft_length: int) -> Rounds:
+    """Serve prompts with a taught model, past end-of-text tokens: a round is one forward."""
+    model = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
+    speculative = SpeculativeConfig(
+        method=ServedMethod.TIDAR, location=Location.VERIFIER, num_speculative_tokens=draft_length
+    )
+    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single()))
+    client, show = open_local_drafter(DrafterSpec(model=None, target=model, speculative=speculative), runner, None)
+    engine = build_engine(runner, VerifierSpec(model=model), client, has_grammars=False)
+    show(engine)
+    num_rounds = num_committed = 0
+    for index, prompt in enumerate(prompts):  # one at a time: their contexts may fill the cache
+        request = GenerationRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True),
+            plan=SpeculationPlan(drafter_id=LOCAL_DRAFTER_ID, draft_length=draft_length),
+        )
+        failure = engine.add(request)
+        assert failure is None, failure
+        while engine.has_work():
+            outputs = engine.step() or []
+            num_rounds += len(outputs)
+            num_committed += sum(len(output.token_ids) for output in outputs)
+    return Rounds(num_rounds=num_rounds, num_committed=num_committed)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
-from outrider.drafter_service.training.served import continue_greedily, play_greedily, served_drafter
+from outrider.drafter_service.training.served import continue_greedily, play_greedily, serve_greedily, served_drafter
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport
 from outrider.lab.embedded import corpus
@@ -35,7 +35,7 @@ LOG_EVERY = 10
 DEFAULT_MINUTES = 12.0
 ROWS, WINDOW = 4, 512  # of a training step
 # for those whose every root has masks of its own, which see all the text before it: the same tokens in shorter windows
-MASKED: tuple[Method, ...] = ("parallel-draft", "dflash")
+MASKED: tuple[Method, ...] = ("parallel-draft", "dflash", "tidar")
 MASKED_ROWS, MASKED_WINDOW = 8, 256
 
 
@@ -79,9 +79,12 @@ def main(method: Method, minutes: float, out: Path, resume: bool) -> None:
     distilled = distil_from(options, teacher, tokenizer, library_corpus(tokenizer), log_step)
     log.info("%s", distilled.acceptance)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in held_out_prompts()]
-    continuations = continue_greedily(teacher, prompts, num_new_tokens=NUM_NEW_TOKENS)
-    drafter = served_drafter(method, options.output, target_path())
-    rounds = play_greedily(teacher, drafter, continuations, draft_length=DRAFT_LENGTH)
+    if method == "tidar":
+        rounds = serve_greedily(options.output, prompts, num_new_tokens=NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH)
+    else:
+        continuations = continue_greedily(teacher, prompts, num_new_tokens=NUM_NEW_TOKENS)
+        drafter = served_drafter(method, options.output, target_path())
+        rounds = play_greedily(teacher, drafter, continuations, draft_length=DRAFT_LENGTH)
     log.info("as served: mean acceptance length %.3f over %d rounds", rounds.mean_acceptance_length, rounds.num_rounds)
 
 

@@ -17,6 +17,7 @@ from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
 from benchmarks.kv.study import kv
+from benchmarks.masks.tidar import tidar
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
@@ -48,6 +49,7 @@ STUDIES = (
     rollouts,
     router,
     step,
+    tidar,
     updates,
     usual,
     vllm_pool,

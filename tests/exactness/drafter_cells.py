@@ -86,6 +86,7 @@ VARIANTS: tuple[Variant, ...] = (
     _variant(Method.LOOKAHEAD),
     _variant(Method.EARLY_EXIT),
     _variant(Method.SPARSE, sparse_num_blocks=2),
+    _variant(Method.TIDAR, mask_token_id=0),  # a target that was not taught, so seldom right
     *(_variant(method, "head") for method in _HEADS),
     replace(_variant(Method.EAGLE3, "head", "switched by position"), num_sets=2),
     _variant(Method.PARALLEL_DRAFT, "masked"),
@@ -109,8 +110,10 @@ CELLS = tuple(Cell(*parts) for parts in itertools.product(VARIANTS, Shape, Place
 def refusal(cell: Cell) -> str | None:
     """Return the words with which a cell must be refused; None: it must be served."""
     method = cell.variant.method
-    if method in (Method.EARLY_EXIT, Method.SPARSE) and cell.place is Place.REMOTE:
+    if method in (Method.EARLY_EXIT, Method.SPARSE, Method.TIDAR) and cell.place is Place.REMOTE:
         return f"speculative_config: location: {method} reads the target's own KV, so it runs in the verifier alone"
+    if method is Method.TIDAR and cell.shape is Shape.TREE:
+        return "speculative_config: num_tree_nodes: tidar has masks for every outcome of a chain, not of a tree"
     if cell.variant.options.get("vocabulary") == "text" and cell.shape is Shape.TREE:
         return "speculative_config: num_tree_nodes: a draft that goes by way of text is a chain"
     if cell.variant.num_sets > 1 and cell.shape is Shape.TREE:

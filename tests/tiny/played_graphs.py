@@ -183,7 +183,7 @@ class PlainPagedAttention:
             first = (contexts - sizes)[:, None]  # where the sequence's tree begins
             in_tree = places >= first
             seen = (metadata.ancestors[:, :1] >> (places - first).clamp(0, 63)) & 1 != 0
-            visible &= ~in_tree | (rows[:, None] < first) | seen
+            visible = torch.where(in_tree & (rows[:, None] >= first), seen, visible)
             own = metadata.positions.long()
             others = torch.where(in_tree, own[packed.clamp(0, len(rows) - 1)], others)
         if window is not None:

@@ -14,6 +14,7 @@ import torch
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.joining import joining_until_s
 from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.engine.mask_rows import MaskRows
 from outrider.verifier_service.engine.outputs import OutputBuilder
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.request_limits import RequestLimits
@@ -33,9 +34,11 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.masked_drafts import MaskedDrafts
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import Verification, begin
+from outrider.verifier_service.scheduling.masks import MaskBlocks, MaskPlanner
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens, row_starts
 from outrider.verifier_service.scheduling.prefix_cache import root_hash
 from outrider.verifier_service.scheduling.schedule import Schedule
@@ -93,6 +96,7 @@ class VerifierEngine:
         self._requests: dict[str, Request] = {}
         self._extras = RequestExtras(self._limits, grammars)
         self._outputs = OutputBuilder(self._extras, drafting, clock=clock, wall_clock=wall_clock)
+        self.mask_rows = MaskRows()
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
         self._verified_s: float | None = None  # when the last step was verified; None: the engine was idle since
@@ -123,6 +127,10 @@ class VerifierEngine:
         self._extras.add(message, grammar_state)
         self.drafting.filing.seed(request, message.history)
         return None
+
+    def use_masks(self, blocks: MaskBlocks) -> None:
+        """Have masks in steps, for a drafter in this process, and price its drafts with them."""
+        self.scheduler.masks, self.pricing.masked = MaskPlanner(blocks), MaskedDrafts(blocks)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; an unknown id (already finished) is no error."""
@@ -193,6 +201,7 @@ class VerifierEngine:
             *self._requests
         }, "the scheduler's requests are not the engine's"
         kept = self._extras.request_ids | self.drafting.request_ids | self.pricing.request_ids
+        kept |= self.mask_rows.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
@@ -323,10 +332,12 @@ class VerifierEngine:
         return outputs
 
     def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
-        """Read prompt logprobs, predictions and what drafters learn from of the step's logits."""
+        """Read prompt logprobs, predictions, masks and what drafters learn from of the step's logits."""
         self._extras.keep_prompt_logprobs(outcomes, step.logits)
         note_predictions(outcomes, step.logits, wants=lambda request: self.drafting.needs_of(request).predictions)
         note_target_rows(outcomes, step.logits, self._num_top)
+        if self.scheduler.masks is not None:
+            self.mask_rows.note(outcomes, step.logits)
 
     def _num_top(self, request: Request) -> int:
         """Return how many of the target's likeliest tokens the request's drafter learns from, at each token."""
@@ -374,6 +385,7 @@ class VerifierEngine:
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)
+        self.mask_rows.forget(request.request_id)
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
         self.pricing.forget(request.request_id)

@@ -80,6 +80,7 @@ class PipelinedEngine(VerifierEngine):
             and all(request.hold_until_s is None for request in self.scheduler.running)
             and all(item.draft is None and not self._needs_logits(item.request) for item in items)
             and not any(item.samples and item.request.hands_over for item in items)  # they stand still after this step
+            and all(item.masks is None for item in items)
             and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
             and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
         )

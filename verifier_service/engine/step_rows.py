@@ -18,8 +18,8 @@ from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
 def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) -> list[int] | None:
-    """Return the rows that tokens are sampled from, without the prompt rows; None: all rows."""
-    if all(item.num_prompt_rows == 0 for item in items):
+    """Return the rows that tokens are sampled from, without the rows of prompts and masks; None: all rows."""
+    if all(item.num_prompt_rows == 0 and item.masks is None for item in items):
         return None
     return [
         row + item.num_prompt_rows + offset

@@ -21,6 +21,7 @@ class VerifierSpec:
     min_draft_deadline_s: float = 0.02
     max_draft_deadline_s: float = 1.0
     max_tree_nodes: int = 0  # per draft; 0: only chains
+    has_masks: bool = False  # drafts come from masks in the steps, which are trees to a captured step
     prices_drafts: bool = True  # plan lengths are upper bounds, priced by measured step times; False: exact lengths
     async_scheduling: bool = True  # on an accelerator: pipeline steps where possible
     rollouts: bool = False  # drafters remember responses by prompt, not by `cache_salt`
@@ -31,8 +32,8 @@ class VerifierSpec:
 
     @property
     def has_trees(self) -> bool:
-        """Whether drafts may be trees."""
-        return self.max_tree_nodes > 0
+        """Whether steps may have trees."""
+        return self.max_tree_nodes > 0 or self.has_masks
 
     def run_rank(self, rank: RankSpec) -> None:
         """Run as one rank of this verifier until its shell, or rank 0, goes away."""

@@ -31,7 +31,7 @@ def _seen_in_tree(
     row_words: tl.tensor, is_tree_row: tl.tensor, first: tl.tensor, tree_start: tl.tensor, num_words: tl.tensor,
     KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return which of the keys from `first` on are a query's ancestors or itself: [ROWS, KEYS].
+    """Return which of the keys from `first` on a query of the tree sees there: [ROWS, KEYS].
 
     KEYS is at most 64, so the bits are in two words of a query's mask, which are loaded and shifted into one. Keys
     before the tree have no bits; if `first` is before the tree, the bits begin at the tree's first key.
@@ -58,8 +58,10 @@ def _visible(
     key_positions = keys
     if HAS_TREES:
         in_tree = keys >= tree_start
-        seen = _seen_in_tree(row_words, rows >= tree_start, first, tree_start, num_words, KEYS)
-        visible = visible & (seen | (keys < tree_start)[None, :] | (rows < tree_start)[:, None])
+        is_tree_row = rows >= tree_start
+        seen = _seen_in_tree(row_words, is_tree_row, first, tree_start, num_words, KEYS)
+        # the bits alone decide within the tree: masks see later ones of their block, too
+        visible = tl.where(is_tree_row[:, None] & in_tree[None, :], seen, visible)
         if HAS_WINDOW:
             own = tl.load(own_positions + keys, mask=in_tree & (keys < end), other=0)
             key_positions = tl.where(in_tree, own, keys)
@@ -118,18 +120,19 @@ def _attend_keys(
 
 @jit
 def _key_range(
-    first: tl.tensor, last: tl.tensor, tree_start: tl.tensor, window: tl.tensor, split: tl.tensor,
-    num_splits: tl.tensor, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    first: tl.tensor, last: tl.tensor, tree_start: tl.tensor, context_length: tl.tensor, window: tl.tensor,
+    split: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the begin of this split's keys, the first key that needs a mask, and the end.
 
     `first` and `last`: indices of the tile's first and last query. The splits together cover all keys that any query of
-    the tile sees. All queries see the keys up to `first`, but for those in the tree.
+    the tile sees. All queries see the keys up to `first`, but for those in the tree. A query of the tree may see later
+    ones.
     """
     begin = tl.minimum(first, 0)
     if HAS_WINDOW:
         begin = tl.maximum(tl.minimum(first, tree_start) - window + 1, 0) // KEYS * KEYS
-    end = last + 1
+    end = tl.where(last >= tree_start, context_length, last + 1)
     share = tl.cdiv(tl.cdiv(end - begin, KEYS), num_splits) * KEYS
     begin += split * share
     end = tl.minimum(end, begin + share)
@@ -184,7 +187,7 @@ def attention_kernel(
     query_tile = _load_queries(query_base, is_row, HEAD_DIM, BLOCK_D)
     last = first_query + tl.minimum(first_token + TOKENS, query_length) - 1
     begin, masked_begin, end = _key_range(
-        first_query + first_token, last, tree_start, window, split, num_splits, KEYS, HAS_WINDOW
+        first_query + first_token, last, tree_start, context_length, window, split, num_splits, KEYS, HAS_WINDOW
     )
     sums = tl.full([ROWS, BLOCK_V], 0.0, tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)

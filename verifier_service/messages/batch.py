@@ -24,6 +24,9 @@ class ScheduledBatch:
     # [num_sequences] if a sequence's last tokens form a tree, each one's parent as an index among them, -1 for the
     # token before them. A tree token attends only to its ancestors. Empty: all sequences are chains
     tree_parents: list[list[int]] = field(default_factory=list)
+    # [num_sequences] for each token of a tree, the index after the last one that it sees: the masks of a block see each
+    # other, any other token none after itself. Of one sequence empty, or all of it empty: there are no masks
+    tree_ends: list[list[int]] = field(default_factory=list)
     num_layers: int | None = None  # early exit: final norm and head after so many layers; None: all layers
     move_sources: list[int] = field(default_factory=list)  # slots whose KV is moved before the forward pass, …
     move_targets: list[int] = field(default_factory=list)  # … and their targets; all are read before any is written

@@ -384,7 +384,8 @@ def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | 
         table, length, context = batch.block_tables[index], batch.query_lengths[index], batch.context_lengths[index]
         blocks += table
         blocks += [0] * (width - len(table))  # any block does: its positions are beyond every query
-        distances = tree_distances(batch.tree_parents[index]) if batch.tree_parents else []
+        ends = batch.tree_ends[index] if batch.tree_ends else ()
+        distances = tree_distances(batch.tree_parents[index], ends) if batch.tree_parents else []
         first_key = context - len(distances)
         depths = [max(row) for row in distances]
         own = [*range(context - length, first_key), *(first_key + depth for depth in depths)]
@@ -407,11 +408,16 @@ def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | 
     )
 
 
-def tree_distances(parents: Sequence[int]) -> list[list[int]]:
-    """Return, for each tree node, its distance from every ancestor: [num_nodes][num_nodes]; -1: not an ancestor."""
+def tree_distances(parents: Sequence[int], ends: Sequence[int] = ()) -> list[list[int]]:
+    """Return, for each tree node, its distance from every ancestor: [num_nodes][num_nodes]; -1: not an ancestor.
+
+    `ends`: see `ScheduledBatch.tree_ends`; the later nodes that a node sees are within every window: 0.
+    """
     rows: list[list[int]] = []
     for index, parent in enumerate(parents):
         row = [-1] * len(parents) if parent < 0 else [steps + 1 if steps >= 0 else -1 for steps in rows[parent]]
         row[index] = 0
         rows.append(row)
+    for index, end in enumerate(ends):
+        rows[index][index + 1 : end] = [0] * (end - index - 1)
     return rows

@@ -111,6 +111,7 @@ def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KV
         context_lengths=[batch.context_lengths[i] for i in members],
         block_tables=[batch.block_tables[i] for i in members],
         tree_parents=[batch.tree_parents[i] for i in members] if batch.tree_parents else [],
+        tree_ends=[batch.tree_ends[i] for i in members] if batch.tree_ends else [],
         logits_indices=[],
     )
     return Rest(torch.tensor(tokens), AttentionContext.of(part, pool))

@@ -35,7 +35,8 @@ class PagedMetadata:
     block_tables: torch.Tensor  # int32 [num_sequences, width], padded
     tree_sizes: torch.Tensor | None  # int32 [num_sequences] last tokens that form a tree; None: all are chains
     positions: torch.Tensor | None  # int32 [num_tokens]; in a tree, by depth
-    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the token sees the tree's j-th token
+    # int64 [num_tokens, num_words] bit j: the token sees the tree's j-th token, an ancestor or a mask of its own block
+    ancestors: torch.Tensor | None
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> PagedMetadata:
@@ -103,13 +104,17 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     num_words = -(-max(map(len, batch.tree_parents)) // WORD_BITS)
     positions = array("i")
     words = bytearray()
-    for parents, length, context in zip(batch.tree_parents, batch.query_lengths, batch.context_lengths, strict=True):
+    ends = batch.tree_ends or [[]] * len(batch.tree_parents)
+    sequences = zip(batch.tree_parents, ends, batch.query_lengths, batch.context_lengths, strict=True)
+    for parents, own_ends, length, context in sequences:
         first = context - len(parents)  # index of the tree's first token
         masks: list[int] = []
         depths: list[int] = []
         for index, parent in enumerate(parents):
             masks.append(1 << index if parent < 0 else masks[parent] | 1 << index)
             depths.append(0 if parent < 0 else depths[parent] + 1)
+        for index, end in enumerate(own_ends):
+            masks[index] |= (1 << end) - (1 << index + 1)
         positions.extend(range(context - length, first))
         positions.extend(first + depth for depth in depths)
         words += bytes(8 * num_words * (length - len(parents)))

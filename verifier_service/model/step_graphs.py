@@ -138,6 +138,7 @@ def padded(batch: ScheduledBatch, bucket: Bucket, null_block: int, block_size: i
         block_tables=batch.block_tables + tables,
         logits_indices=batch.logits_indices + [0] * (bucket.num_tokens - len(batch.logits_indices)),
         tree_parents=batch.tree_parents + [[] for _ in tables] if bucket.has_trees else [],
+        tree_ends=batch.tree_ends + [[] for _ in tables] if batch.tree_ends else [],
     )
 
 

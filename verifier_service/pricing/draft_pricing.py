@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, NO_NEEDS, Draft, DraftNeeds
 from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import DisabledReason, Request
-from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.found_drafts import FoundDrafts
 from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
+from outrider.verifier_service.pricing.masked_drafts import MaskedDrafts
 from outrider.verifier_service.pricing.offer import (
     Offer,
     PricedRequest,
@@ -41,18 +41,20 @@ from outrider.verifier_service.pricing.offer import (
     RoundKind,
     confidences_of,
     judged_nodes,
-    survivals_before,
+    paying_nodes,
 )
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS, ProbeBudget
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
-from outrider.verifier_service.scheduling.outcome import Outcome
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
+from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens, num_mask_rows
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes
 
 STALL = 4.0  # clamp on a step's loss, in expected step times: a stall is not charged to drafts in full
 SLOW = 1.5  # clamp on a drafted step's time, in its usual times: beyond that something else slows it down
 UNPLANNED_LENGTH = 4  # draft length priced until a plan has named a drafter, so that drafts have a price by then
 LOW_SURVIVAL = 0.25  # of the first position: below, the reason is low acceptance and not load
 FIRST_PLAIN_STEPS = 2  # plain steps in a row that are all learnt from: the first is the one after a draft
+# whose drafts and masks are decided here: the base is the step without them
+DECIDED = (RoundKind.PRICED, RoundKind.FOUND, RoundKind.MASKED)
 PLAIN_STRIDE = 8  # of the plain steps after those, each so manieth is learnt from, for all: pricing costs time
 
 
@@ -71,6 +73,7 @@ class DraftPricing:
     """
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
+    masked: MaskedDrafts | None = None  # prices the drafts of the drafter in this process, if steps have masks for it
     num_extrapolated_steps: int = 0  # steps far beyond the profile and all earlier steps of their load
     _levels: LoadLevels | None = None  # None: no profile, no price
     _level: LoadLevel | None = None  # of the last step
@@ -132,12 +135,17 @@ class DraftPricing:
         """
         if self._level is None:
             return AskLength(bound)
-        is_pinned = request.plan.is_pinned
+        is_pinned, request_id = request.plan.is_pinned, request.request_id
+        if self.masked is not None and bound and not is_pinned and drafter_id == LOCAL_DRAFTER_ID:
+            kept, survivals = self._kept(request, drafter_id), self.survival.survivals(request_id, drafter_id, bound)
+            known = self._level.cost, self._base, survivals
+            length = self.masked.ask_length(request_id, *known, self._probes, kept.num_rounds_off)
+            kept.num_rounds_off = 0 if length else kept.num_rounds_off + 1
+            return self._begin_decided_round(request, drafter_id, bound, length, RoundKind.MASKED)
         if needs.is_found and bound and not is_pinned:
             length = self._found.ask_length(self._level, self._base, bound)
             if length is not None:
-                self._begin_decided_round(request, drafter_id, bound, length, RoundKind.FOUND)
-                return AskLength(length, None if length else DisabledReason.LOAD)
+                return self._begin_decided_round(request, drafter_id, bound, length, RoundKind.FOUND)
         if bound:
             self._usual = drafter_id, request.plan.draft_length
         drafter_id, potential = (drafter_id, bound) if bound else self._usual
@@ -170,12 +178,19 @@ class DraftPricing:
         if self._level is None:
             return AskLength(len(survivals))
         length = self._level.cost.best_length(self._base, survivals)
-        self._begin_decided_round(request, drafter_id, len(survivals), length, RoundKind.PREDICTED)
-        return AskLength(length, None if length else DisabledReason.LOAD)
+        return self._begin_decided_round(request, drafter_id, len(survivals), length, RoundKind.PREDICTED)
 
-    def _begin_decided_round(self, request: Request, drafter_id: str, bound: int, length: int, kind: RoundKind) -> None:
+    def drafts_on(self, request: Request) -> bool:
+        """Return whether a request's last ask was for a draft, or whether it has not asked yet."""
+        kept = self._requests.get(request.request_id)
+        return kept is None or kept.round is None or kept.round.length > 0
+
+    def _begin_decided_round(
+        self, request: Request, drafter_id: str, bound: int, length: int, kind: RoundKind
+    ) -> AskLength:
         """Begin a round in which the price has no part."""
         self._kept(request, drafter_id).round = PricedRound(drafter_id, bound, length, kind, is_opening=False)
+        return AskLength(length, None if length else DisabledReason.LOAD)
 
     def _survivals(self, request_id: str, kept: PricedRequest, asked: PricedRound) -> Sequence[float]:
         """Return survivals by history; estimated again only after the estimator has learnt."""
@@ -213,7 +228,9 @@ class DraftPricing:
             length = self._level.cost.best_length(self._base, self.survival.survivals(*known))
             return first_nodes(draft, max_nodes=length, max_depth=length)
         if draft.parents is not None and draft.draft_probs is None:
-            return self._paying_nodes(asked, draft)
+            rates = self.survival.claimed_rates(asked.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
+            num_least = int(self._level.trial.goes_on)
+            return paying_nodes(asked, draft, rates, price=self._level.price.value, num_least=num_least)
         is_chain = draft.parents is None
         num_drafted = len(draft.token_ids) if is_chain else asked.length  # positions, or a tree's depth
         # a draft shorter than asked for: its drafter has nothing more to offer
@@ -228,30 +245,6 @@ class DraftPricing:
         if is_chain and num_paying == num_drafted:
             return draft
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
-
-    def _paying_nodes(self, asked: PricedRound, draft: Draft) -> Draft:
-        """Return the nodes of a tree of point masses that pay; a child survives less than its parent."""
-        assert draft.parents is not None
-        assert self._level is not None
-        rates = self.survival.claimed_rates(asked.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
-        survivals: list[float] = []
-        for parent, rate in zip(draft.parents, rates, strict=True):
-            survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
-        best_by_depth: list[float] = []
-        node_depths = depths(draft.parents)
-        for depth, survival in zip(node_depths, survivals, strict=True):
-            best_by_depth.extend([0.0] * (depth + 1 - len(best_by_depth)))
-            best_by_depth[depth] = max(best_by_depth[depth], survival)
-        before = survivals_before(asked.by_history, best_by_depth)
-        asked.offered = Offer(survivals, [before[depth] for depth in node_depths], best_by_depth)
-        if asked.is_probe or asked.kind is not RoundKind.PRICED:
-            return draft
-        price, num_least = self._level.price.value, int(self._level.trial.goes_on)
-        if asked.has_predictions:
-            num_nodes = max(asked.offered.num_first_paying(price), num_least)
-            return first_nodes(draft, max_nodes=num_nodes, max_depth=len(survivals))
-        paying = [node for node, survival in enumerate(survivals) if survival > price]
-        return kept_nodes(draft, paying or [survivals.index(max(survivals))][:num_least])
 
     def end_step(self, step: PricedStep) -> None:
         """End the rounds of a step's requests before they ask again; the rest of what it teaches waits for `learn`."""
@@ -320,7 +313,8 @@ class DraftPricing:
             return
         taking_part = step.asking(item.request for item in step.items)
         asking = [*taking_part, *step.asking(step.held)]
-        num_drafted = sum(len(item.draft.token_ids) for item in step.items if item.draft and _is_decided(step, item))
+        decided = [item for item in step.items if step.kind(item) in DECIDED]
+        num_drafted = sum(num_draft_tokens(item) + num_mask_rows(item) for item in decided)
         # drafters' work may have slowed down a step with drafts: it does not tell what plain steps take
         is_drafting = bool(step.held) or any(item.draft is not None for item in step.items)
         shape = replace(shape, is_drafting=is_drafting)
@@ -437,9 +431,6 @@ class DraftPricing:
             self._gone.add(request_id)
             return
         self._requests.pop(request_id, None)
+        if self.masked is not None:
+            self.masked.forget(request_id)
         self.survival.forget(request_id)
-
-
-def _is_decided(step: PricedStep, item: ScheduledRequest) -> bool:
-    """Return whether an item's draft belongs to what is decided here: its base is the step without it."""
-    return step.kind(item) in (RoundKind.PRICED, RoundKind.FOUND)

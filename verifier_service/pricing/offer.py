@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.step_price import Slot
 from outrider.verifier_service.pricing.survival import LastRound
 from outrider.verifier_service.scheduling.outcome import Outcome
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
 
 
 class Offer(NamedTuple):
@@ -48,6 +49,7 @@ class RoundKind(Enum):
     PRICED = auto()  # the price
     PINNED = auto()  # the operator, whatever drafts cost
     FOUND = auto()  # each draft for itself: looking it up takes no time
+    MASKED = auto()  # what each brings, beside what it and the masks for the next one cost
     PREDICTED = auto()  # the same for a guess from the request's own `prediction`, which is cut before it is a draft
 
 
@@ -139,3 +141,28 @@ def judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
         for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidences, strict=True))
         if parent in parents
     ]
+
+
+def paying_nodes(asked: PricedRound, draft: Draft, rates: Sequence[float], *, price: float, num_least: int) -> Draft:
+    """Return the nodes of a tree of point masses that pay; a child survives less than its parent.
+
+    `rates`: of each node, the chance to be accepted where its parent is. At least `num_least` nodes are kept.
+    """
+    assert draft.parents is not None
+    survivals: list[float] = []
+    for parent, rate in zip(draft.parents, rates, strict=True):
+        survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
+    best_by_depth: list[float] = []
+    node_depths = depths(draft.parents)
+    for depth, survival in zip(node_depths, survivals, strict=True):
+        best_by_depth.extend([0.0] * (depth + 1 - len(best_by_depth)))
+        best_by_depth[depth] = max(best_by_depth[depth], survival)
+    before = survivals_before(asked.by_history, best_by_depth)
+    asked.offered = Offer(survivals, [before[depth] for depth in node_depths], best_by_depth)
+    if asked.is_probe or asked.kind is not RoundKind.PRICED:
+        return draft
+    if asked.has_predictions:
+        num_nodes = max(asked.offered.num_first_paying(price), num_least)
+        return first_nodes(draft, max_nodes=num_nodes, max_depth=len(survivals))
+    paying = [node for node, survival in enumerate(survivals) if survival > price]
+    return kept_nodes(draft, paying or [survivals.index(max(survivals))][:num_least])

@@ -77,9 +77,14 @@ def num_choice_rows(item: ScheduledRequest) -> int:
     return 1 + num_draft_tokens(item) if item.samples else 0
 
 
+def num_mask_rows(item: ScheduledRequest) -> int:
+    """Return how many logits rows a request's masks have."""
+    return 0 if item.masks is None else item.masks.num_tokens
+
+
 def row_starts(items: Sequence[ScheduledRequest]) -> list[int]:
-    """Return where each item's rows begin in the step's logits: its prompt rows, then its sampled rows."""
-    num_rows = (item.num_prompt_rows + num_choice_rows(item) for item in items)
+    """Return where each item's rows begin in the step's logits: those of its prompt, the sampled ones, the masks'."""
+    num_rows = (item.num_prompt_rows + num_choice_rows(item) + num_mask_rows(item) for item in items)
     return list(itertools.accumulate(num_rows, initial=0))[:-1]
 
 

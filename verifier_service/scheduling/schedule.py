@@ -10,21 +10,23 @@ from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.scheduling.masks import PlacedMasks, Tree
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class ScheduledRequest:
     """One request's share of a step.
 
-    token_ids  |<-- computed -->|<------- num_new_tokens ------->|
-                                |<- to the end ->|<-- `draft` -->|   a draft only if the step `samples`
+    token_ids  |<-- computed -->|<------------- num_new_tokens -------------->|
+                                |<- to the end ->|<-- `draft` -->|<- `masks` -> |   both only if the step `samples`
     """
 
     request: Request
-    num_new_tokens: int  # draft included
+    num_new_tokens: int  # draft and masks included
     draft: Draft | None  # to verify in this step, possibly cut; never empty
     samples: bool  # the step computes the request's last token and so samples the next
     num_prompt_rows: int = 0  # logits rows for prompt_logprobs, before the sampled ones, from num_computed_tokens on
+    masks: PlacedMasks | None = None  # their logits rows come after the sampled ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Schedule:
 
     items: tuple[ScheduledRequest, ...]  # in the batch's order
     preempted: tuple[Request, ...]  # back in the waiting queue, least senior first
-    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, if it samples, its last 1 + len(draft)
+    # logits_indices: each item's prompt rows, then, if it samples, its last 1 + len(draft), then those of its masks
+    batch: ScheduledBatch
 
 
 def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
@@ -99,6 +102,7 @@ def build_batch(
         copy_sources=[source for source, _ in copies],
         copy_targets=[target for _, target in copies],
     )
+    trees: list[Tree | None] = []  # of each item; None: a chain
     for item, stop in zip(items, batch.context_lengths, strict=True):
         start = item.request.num_computed_tokens
         batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
@@ -109,20 +113,32 @@ def build_batch(
             # A drafter's vocabulary may be padded beyond the target's. A padding id has target probability 0 and is
             # never accepted, but needs a valid embedding at its position.
             batch.token_ids.extend([min(token_id, vocab_size - 1) for token_id in item.draft.token_ids])
+        if item.masks is not None:
+            num_rows += item.masks.num_tokens
+            batch.token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
         if item.samples:
             batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
-        batch.positions.extend(_positions(item, start, stop))
+        tree = _tree_of(item) if item.draft is not None or item.masks is not None else None
+        trees.append(tree)
+        batch.positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
         batch.slot_mapping.extend(slots_of(item.request.block_table, range(start, stop), block_size))
-    trees = [item.draft.parents if item.draft is not None else None for item in items]
     if any(trees):
-        batch.tree_parents.extend([] if parents is None else list(parents) for parents in trees)
+        batch.tree_parents.extend([] if tree is None else tree.parents for tree in trees)
+        if any(tree is not None and tree.ends for tree in trees):
+            batch.tree_ends.extend([] if tree is None else tree.ends for tree in trees)
     return batch
 
 
-def _positions(item: ScheduledRequest, start: int, stop: int) -> Sequence[int]:
-    """Return the positions of the item's tokens; in a tree, the depth counts and not the slot."""
+def _tree_of(item: ScheduledRequest) -> Tree | None:
+    """Return the tree of an item's draft and masks; None: a chain."""
+    if item.masks is not None:
+        assert item.draft is None or item.draft.parents is None, "masks follow a chain"
+        return item.masks.tree(0 if item.draft is None else len(item.draft.token_ids))
     parents = None if item.draft is None else item.draft.parents
-    if parents is None:
-        return range(start, stop)
+    return None if parents is None else Tree(list(parents), [])
+
+
+def _positions(parents: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    """Return the positions of tokens that end with a tree, in which the depth counts and not the slot."""
     first = stop - len(parents)
     return [*range(start, first), *(first + depth for depth in depths(parents))]

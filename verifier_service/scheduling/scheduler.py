@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.verifier_service.messages.batch import slot_of
-from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.block_tables import BlockTables
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.masks import MaskPlanner, PlacedMasks
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch, first_nodes
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
@@ -46,6 +47,9 @@ class Admission(Protocol):
 
     def admit(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft to verify; its length must not depend on tokens drawn beyond it."""
+
+    def drafts_on(self, request: Request) -> bool:
+        """Return whether a draft is wanted after the request's next step, as far as is known."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Scheduler:
         self._groups = PromptGroups()
         self._arrived: list[tuple[Request, int]] = []  # admitted with KV of another verifier; see `take_arrived`
         self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted tree paths
+        self.masks: MaskPlanner | None = None  # for drafts by masks, of every request that has drafts
         self.num_preemptions = 0
         # counted at the first admission, as in vLLM; a sibling's prompt is a hit, too
         self.num_prefix_queried_tokens = 0
@@ -215,6 +220,8 @@ class Scheduler:
             assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, at most {max_committed}"
             self._move_path(request, (path or ())[: len(committed) - 1])
             request.token_ids.extend(committed)
+            if self.masks is not None and path is not None:
+                self.masks.observe(max_committed - 1, len(path))
             request.num_computed_tokens = request.num_tokens - 1
             request.draft = None
             request.hold_until_s = None
@@ -362,6 +369,10 @@ class Scheduler:
         num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
         draft = self._cut_draft(request, min(step.budget, room) - num_new) if samples else None
         num_new += len(draft.token_ids) if draft else 0
+        masks: PlacedMasks | None = None
+        if self.masks is not None and samples:
+            masks = self._place_masks(request, draft, min(step.budget, room) - num_new)
+            num_new += masks.num_tokens if masks is not None else 0
         step.copies += self._tables.reserve(request, num_new)
         step.budget -= num_new
         step.num_prompt_rows_left -= num_prompt_rows
@@ -372,8 +383,26 @@ class Scheduler:
                 draft=draft,
                 samples=samples,
                 num_prompt_rows=num_prompt_rows,
+                masks=masks,
             )
         )
+
+    def _place_masks(self, request: Request, draft: Draft | None, num_fitting: int) -> PlacedMasks | None:
+        """Return the masks of a request's step, if its next draft is wanted and is to be made by masks."""
+        if self.masks is None or not self._drafts_by_masks(request):
+            return None
+        num_left = self._max_total_tokens(request) - request.num_tokens
+        # after the accepted and the drawn token, a draft needs two places: its own and that of the bonus token
+        max_count = min(num_left - 3, self._config.max_model_len - self.masks.blocks.length - request.num_tokens)
+        num_drafted = len(draft.token_ids) if draft is not None else 0
+        return self.masks.place(num_drafted, num_fitting=num_fitting, max_count=max_count)
+
+    def _drafts_by_masks(self, request: Request) -> bool:
+        plan = request.plan
+        if plan.draft_length == 0 or plan.drafter_id not in (None, LOCAL_DRAFTER_ID):
+            return False
+        is_asked_for = self._admission is None or self._admission.drafts_on(request)
+        return request.sampling.num_speculative_tokens != 0 and is_asked_for
 
     def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
         """Return the part of a request's draft that this step verifies; count the tokens that are cut.

@@ -21,7 +21,7 @@ def test_help_loads_neither_torch_nor_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     help_text = CliRunner().invoke(train_drafter, ["--help"]).output
-    methods = "draft-model|medusa|mlp-speculator|eagle|eagle3|mtp|parallel-draft|dflash"
+    methods = "draft-model|medusa|mlp-speculator|eagle|eagle3|mtp|parallel-draft|dflash|tidar"
     assert methods in "".join(help_text.lower().split())
     assert all(f"--{name.replace('_', '-')}" in help_text for name in OWN_OPTIONS)
 
@@ -102,7 +102,11 @@ def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
         ),
         ("draft-model", ("--draft-vocab-size", "9"), "--draft-vocab-size is an option of medusa and eagle3 alone"),
         ("draft-model", ("--taps", "1,2,3"), "--taps is an option of eagle3 and dflash alone"),
-        ("medusa", ("--init-from", "."), "--init-from is an option of draft-model, parallel-draft and eagle3 alone"),
+        (
+            "medusa",
+            ("--init-from", "."),
+            "--init-from is an option of draft-model, parallel-draft, eagle3 and tidar alone",
+        ),
         ("eagle", ("--taps", "1"), "--taps is an option of eagle3 and dflash alone"),
         ("dflash", ("--taps", "9"), "taps: 9 is no layer of a target with 4 layers"),
         ("eagle3", ("--taps", "1,x"), "expected layer numbers with commas between them"),

@@ -281,7 +281,7 @@ def test_the_mask_token_is_found_as_vllm_finds_it() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "pard_token: the draft model's config names no mask token"),
+        ({}, "pard_token: the model's config names no mask token"),
         ({"pard_token": 10}, "pard_token: 10 is no token of a vocabulary of 10"),
         ({"mask_token_id": True}, "mask_token_id: True"),
         ({"mask_token_id": "<mask>"}, "mask_token_id: '<mask>'"),
@@ -298,7 +298,7 @@ def test_it_is_built_from_a_configuration(tmp_path: Path) -> None:
     speculative = SpeculativeConfig(method=Method.PARALLEL_DRAFT, num_tree_nodes=6)
     spec = DrafterSpec(model=model, target=model, speculative=speculative)
     assert spec.loads_model
-    with pytest.raises(ValueError, match="pard_token: the draft model's config names no mask token"):
+    with pytest.raises(ValueError, match="pard_token: the model's config names no mask token"):
         build_drafter(spec, runner=FakeRunner())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "pard_token": 90}))

@@ -16,6 +16,7 @@ from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
+from outrider.drafter_service.target.tidar_drafter import parse_blocks
 from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import (
     CHECKPOINT_NAME,
@@ -34,6 +35,7 @@ from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.served import Rounds
 from outrider.drafter_service.training.trainer import Budget, trained_s
 from outrider.verifier_service.model.weights import Checkpoint
+from outrider.verifier_service.scheduling.masks import MaskBlocks
 from tiny.training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
 
 
@@ -104,6 +106,15 @@ def load_dflash(place, folder):
     assert (head.taps, head.config.block_size, len(head.layers)) == ((1, 2, 3), 4, 1)
 
 
+def load_tidar(place, folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB_SIZE, "the mask is a token that is there already"
+    blocks = parse_blocks(config, parse_mask_token_id(config, VOCAB_SIZE), length=3, num_blocks=0)
+    assert blocks == MaskBlocks(token_id=config["mask_token_id"], length=3)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
 LOADERS = {
     "draft-model": load_draft_model,
     "medusa": load_medusa,
@@ -113,6 +124,7 @@ LOADERS = {
     "mtp": load_mtp,
     "parallel-draft": load_parallel_draft,
     "dflash": load_dflash,
+    "tidar": load_tidar,
 }
 
 

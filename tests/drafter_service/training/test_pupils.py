@@ -20,7 +20,7 @@ from outrider.drafter_service.training.eagle import eagle_pupil
 from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW, Objective, draft_loss
-from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible
+from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible, visible_blocks
 from outrider.drafter_service.training.pupil import MAX_SPAN, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, TaughtLesson, Teacher, check_taps, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledAttention
@@ -208,6 +208,39 @@ def test_a_mask_sees_the_text_up_to_its_root_and_the_roots_masks_before_it():
     ]
 
 
+def test_masks_of_a_block_see_each_other_and_the_text_up_to_their_root():
+    roots, depths = canvas_of(range(2), 3, torch.device("cpu"))
+    assert visible_blocks(roots, depths).int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 0, 1],
+        [1, 1, 0, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 0, 1],
+    ]
+
+
+@torch.no_grad()
+def test_a_target_that_is_taught_to_draft_begins_as_the_target_and_guesses_behind_the_token_it_has_not_drawn():
+    pupil = make_tiny_pupil("tidar")
+    lesson = pupil.teacher.lesson(windows(rows=1))
+    text, mask = lesson.token_ids[0].tolist(), pupil.module.config.mask_token_id
+    first, *_ = pupil._guess(lesson, range(9))
+    assert torch.allclose(first, lesson.logits()[:, 1:10], atol=1e-5)
+    shaken(pupil.module)
+    guesses = pupil.position_logits(lesson)
+    assert len(guesses) == NUM_POSITIONS
+    for root in range(9):  # the draft after token root + 1, which is the one that was not drawn yet
+        size = root + 1 + NUM_POSITIONS
+        seen = torch.ones(size, size).tril().bool()
+        seen[root + 1 :, root + 1 :] = True
+        canvas = torch.tensor([[*text[: root + 1], *[mask] * NUM_POSITIONS]])
+        rows = pupil.module(input_ids=canvas, attention_mask=seen[None, None]).logits[0, root + 1 :]
+        for position, expected in enumerate(rows):
+            assert torch.allclose(guesses[position][0, root], expected, atol=1e-5), (root, position)
+
+
 @torch.no_grad()
 def test_the_masks_of_all_roots_at_once_are_each_roots_canvas_alone():
     pupil = make_tiny_pupil("parallel-draft")
@@ -263,9 +296,10 @@ def test_an_adapted_model_has_a_mask_of_its_own_and_keeps_it(tmp_path):
     assert [rows.shape[-1] for rows in again.position_logits(again.teacher.lesson(windows()))] == [VOCAB_SIZE] * 2
 
 
-def test_the_mask_of_a_block_drafter_is_a_token_that_the_text_has_least_often():
+@pytest.mark.parametrize("method", ["dflash", "tidar"])
+def test_the_mask_of_a_block_drafter_is_a_token_that_the_text_has_least_often(method):
     counts = make_corpus().training.counts(VOCAB_SIZE)
-    assert counts[make_tiny_pupil("dflash").module.config.mask_token_id] == counts.min()
+    assert counts[make_tiny_pupil(method).module.config.mask_token_id] == counts.min()
 
 
 def test_a_head_borrows_the_targets_layers_and_its_vocabulary_is_the_frequent_one():

@@ -45,6 +45,8 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
 WIDTH = 64  # blocks of the widest table
 CPU = torch.device("cpu")
 TREE = [-1, 0, 0, 1, -1, 4]
+# drafts 0 and 1, then three blocks of two masks: after none, one and both of the drafts
+MASKS, MASK_ENDS = [-1, 0, -1, 2, 0, 4, 1, 6], [1, 2, 4, 4, 6, 6, 8, 8]
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,10 @@ def make_graphs(model: Decoder, pool: KVPool, backend: GraphBackend | None = Non
 
 
 def make_batch(
-    spans: list[tuple[int, int]], trees: dict[int, list[int]] | None = None, seed: int = 0
+    spans: list[tuple[int, int]],
+    trees: dict[int, list[int]] | None = None,
+    seed: int = 0,
+    ends: dict[int, list[int]] | None = None,
 ) -> ScheduledBatch:
     """Sequences of (query length, tokens before) over scattered blocks; every other token's logits are wanted."""
     rng = random.Random(seed)
@@ -100,6 +105,7 @@ def make_batch(
         block_tables=tables,
         logits_indices=list(range(0, num_tokens, 2)),
         tree_parents=[(trees or {}).get(index, []) for index in range(len(spans))] if trees else [],
+        tree_ends=[ends.get(index, []) for index in range(len(spans))] if ends else [],
     )
 
 
@@ -110,6 +116,7 @@ BATCHES = {
     "uneven": make_batch([(1, 7), (4, 20), (19, 0), (2, 2)]),
     "tree": make_batch([(7, 11)], {0: TREE}),
     "trees_and_chains": make_batch([(3, 5), (6, 20), (1, 1)], {1: TREE}),
+    "masks": make_batch([(3, 5), (9, 20), (7, 3)], {1: MASKS, 2: TREE}, ends={1: MASK_ENDS}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,37 @@ def test_distances_in_a_tree():
     assert tree_distances([]) == []
     assert tree_distances([-1, 0, 1]) == [[0, -1, -1], [1, 0, -1], [2, 1, 0]]
     assert tree_distances([-1, -1, 0]) == [[0, -1, -1], [-1, 0, -1], [1, -1, 0]]
+    assert tree_distances([-1, 0, 1], [1, 3, 3]) == [[0, -1, -1], [1, 0, 0], [2, 1, 0]]
+
+
+def test_masks_see_all_of_their_block_and_nothing_else_of_the_others(tmp_path: Path):
+    """A draft of two tokens and a block of three masks after each of its prefixes, beside the library's own mask."""
+    model = make_checkpoint(tmp_path)
+    prompt, (*drafted, mask) = random_sequences((13, 3))
+    blocks = [[*prompt, *drafted[:count]] for count in range(3)]
+    parents = [-1, 0, *itertools.chain.from_iterable((count - 1, 3 * count + 2, 3 * count + 3) for count in range(3))]
+    ends = [1, 2, *(5 + 3 * count for count in range(3) for _ in range(3))]
+    positions = [12, 13, 14, *(13 + count + place for count in range(3) for place in range(3))]
+    runner = make_runner(tmp_path)
+    runner.execute(batch_of(prompt[:-1], list(range(12)), 0, TABLE, []))
+    batch = batch_of([prompt[-1], *drafted, *[mask] * 9], positions, 12, TABLE, parents)
+    rows = runner.execute(dataclasses.replace(batch, tree_ends=[ends]))
+    expected = torch.cat([block_logits(model, block, mask) for block in blocks])
+    assert relative_difference(expected, rows[3:]) < EXACT
+    assert relative_difference(full_logits(model, [*prompt, *drafted])[12:], rows[:3]) < EXACT
+    causal = runner.execute(batch)
+    assert relative_difference(expected, causal[3:]) > WRONG
+    assert torch.equal(causal[:3], rows[:3])
+
+
+def block_logits(model: PreTrainedModel, before: list[int], mask: int) -> torch.Tensor:
+    """The library's rows of three masks that see each other and all before them: [3, vocab_size]."""
+    size = len(before) + 3
+    seen = torch.ones(size, size).tril().bool()
+    seen[-3:, -3:] = True
+    bias = torch.zeros(1, 1, size, size).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[*before, *[mask] * 3]]), attention_mask=bias).logits[0, -3:].float()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])

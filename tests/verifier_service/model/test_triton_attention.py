@@ -62,6 +62,7 @@ class Sequence:
     num_old: int = 0
     num_chain: int = 1
     parents: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -110,6 +111,7 @@ def make_step(sequences: list[Sequence], shape: Shape, seed: int = 0, device: st
         block_tables=tables,
         logits_indices=[],
         tree_parents=[list(sequence.parents) for sequence in sequences] if any(s.parents for s in sequences) else [],
+        tree_ends=[list(sequence.ends) for sequence in sequences] if any(s.ends for s in sequences) else [],
     )
     sizes = ((shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim))
     drawn = [
@@ -185,7 +187,16 @@ OPTIONS = {
 }
 TREE = (-1, -1, 0, 0, 1, 2, -1, 4)
 BUSHY = tuple((index - 1) // 2 if index % 3 else index - 2 for index in range(1, 131))  # three words of ancestors
+# a draft of five tokens, and a block of five masks after each of its prefixes: more than one tile
+MASK_BLOCKS = [(count, 5 * (count + 1), 5 * (count + 2)) for count in range(6)]  # drafts before it, first mask, end
+MASKS = Sequence(
+    num_old=33,
+    num_chain=2,
+    parents=(*range(-1, 4), *(parent for count, at, end in MASK_BLOCKS for parent in (count - 1, *range(at, end - 1)))),
+    ends=(*range(1, 6), *(end for _, _, end in MASK_BLOCKS for _ in range(5))),
+)
 SEQUENCES = {
+    "masks": [Sequence(num_old=3, parents=TREE), MASKS, Sequence(num_old=9)],
     "decode": [Sequence(num_old=8), Sequence(), Sequence(num_old=29)],
     "chains": [Sequence(num_old=7, num_chain=5), Sequence(num_chain=5)],
     "prefill": [Sequence(num_old=70, num_chain=75)],
@@ -311,6 +322,13 @@ def test_metadata_of_a_tree():
     assert metadata.slot_mapping.tolist() == step.batch.slot_mapping
     for tensor in (metadata.query_starts, metadata.block_tables, metadata.positions, metadata.ancestors):
         assert tensor.data_ptr() % 16 == metadata.slot_mapping.data_ptr() % 16
+
+
+def test_masks_of_a_block_have_each_others_bits():
+    step = make_step([Sequence(num_old=4, parents=(-1, 0, -1, 2, 0, 4), ends=(1, 2, 4, 4, 6, 6))], Shape())
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    assert metadata.ancestors.tolist() == [[0], [0b0001], [0b0011], [0b1100], [0b1100], [0b110001], [0b110001]]
+    assert metadata.positions.tolist() == [4, 5, 6, 5, 6, 6, 7]
 
 
 def test_bits_of_a_large_tree_take_several_words():
