@@ -12,6 +12,7 @@ replayed. `decoder_spec` describes what a model computes; `decoder_weights` read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outrider.verifier_service.cpu import kernels as cpu
+from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
@@ -34,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
 }
 
+TopK = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
 
 
@@ -210,16 +213,17 @@ class Experts(nn.Module):
         super().__init__()
         self.router, self.gate_up, self.down = router, gate_up, down
         self.shared, self.shared_gate = shared, shared_gate
-        self._spec, self._activation, self._group = spec, activation, group
+        self.spec, self._activation, self._group = spec, activation, group
+        self.topk: TopK = partial(torch.topk, k=spec.num_active, dim=-1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
         chosen, weights = self._route(rows)
         experts = chosen.flatten()  # [num_tokens * num_active]
         order = experts.argsort(stable=True)
-        numbers = torch.arange(self._spec.num_experts, device=rows.device)
+        numbers = torch.arange(self.spec.num_experts, device=rows.device)
         ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # end of each expert's sorted tokens
-        gate_up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends)
+        gate_up = F.grouped_mm(rows[order // self.spec.num_active], self.gate_up, offs=ends)
         outputs = F.grouped_mm(gated(gate_up, self._activation), self.down, offs=ends)
         outputs = torch.zeros_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
         mixed = self._group.all_reduce((outputs * weights[..., None]).sum(dim=1))
@@ -230,8 +234,8 @@ class Experts(nn.Module):
     def _route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts and their weights: [num_tokens, num_active] each."""
         probs = F.linear(rows, self.router).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self._spec.num_active, dim=-1)
-        if self._spec.normalises:
+        weights, chosen = self.topk(probs)
+        if self.spec.normalises:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return chosen, weights.to(rows.dtype)
 
@@ -287,6 +291,17 @@ class Decoder(nn.Module):
             {name: Rotary(rotary, spec.head_dim, dtype=dtype, device=device) for name, rotary in spec.rotaries.items()}
         )
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+
+    def record_routing(self) -> ExpertRouting | None:
+        """Let every mixture layer keep its tokens' experts, from the next step or capture on; None: all are dense."""
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        if not mixtures:
+            return None
+        spec = mixtures[0].spec
+        routing = ExpertRouting(len(mixtures), spec.num_experts, spec.num_active, self.device)
+        for index, mixture in enumerate(mixtures):
+            mixture.topk = partial(routing.topk, index)
+        return routing
 
     def forward(
         self,

@@ -266,6 +266,7 @@ class ModelRunner:
         settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None}
         self.memory = StartMemory(settings, folder, self.device, rank=group.rank, is_anew=config.check_anew)
         self.model = self._load(config, folder, description)
+        self.routing = self.model.record_routing() if isinstance(self.model, Decoder) else None
         shapes = self.model.kv_shapes
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
@@ -363,7 +364,8 @@ class ParallelRunner:
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
-        self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
+        self.pool, self.num_layers = runner.pool, runner.num_layers
+        self.experts, self.routing = runner.experts, runner.routing
         self.model, self.memory = runner.model, runner.memory  # rank 0's
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 
