@@ -283,7 +283,7 @@ class VerifierEngine:
 
     def _commit(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Append the tokens of every outcome."""
-        if self.routing is not None and self.pricing.cost is not None:
+        if self.routing is not None:
             count_experts(step, outcomes, self.routing, self.pricing.cost)
         for outcome in outcomes:
             self._advance(outcome)

@@ -56,16 +56,17 @@ def _query(outcome: Outcome, edits: LogitEdits | None) -> LogprobsQuery:
 
 
 def count_experts(
-    step: LaunchedStep, outcomes: Sequence[Outcome], routing: ExpertRouting, cost: CostModel
+    step: LaunchedStep, outcomes: Sequence[Outcome], routing: ExpertRouting, cost: CostModel | None
 ) -> None:
-    """Count which experts a step's committed tokens took; now and then, tell the step's cost how many are read.
+    """Count which experts a step's committed tokens took; now and then, tell the cost of steps what they read.
 
-    These are each request's last token of before, and the draft tokens that were accepted.
+    These are each request's last token before the step, and its accepted draft tokens. The step must not be pipelined:
+    then no later step has written to the record.
     """
     batch = step.schedule.batch
     tokens = [batch.logits_indices[row] for outcome in outcomes for row in outcome.rows]
     shares = routing.count(tokens, batch.num_tokens)
-    if shares is not None and cost.experts is not None:
+    if shares is not None and cost is not None and cost.experts is not None:
         cost.experts.shares = shares
 
 

@@ -18,7 +18,7 @@ import torch
 from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
 
 MAX_TOKENS = 2048  # of a recorded step; larger ones are prompts, and are left out
-PRIOR_TOKENS = 32.0  # weight of uniform routing
+PRIOR_TOKENS = 8.0  # weight of uniform routing
 MEMORY_TOKENS = 1024.0  # beyond so many, older ones count half
 STEPS_PER_READING = 32
 # token counts that shares are computed for; between them they are interpolated

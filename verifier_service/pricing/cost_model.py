@@ -20,8 +20,9 @@ from outrider.verifier_service.pricing.experts_read import ExpertsRead
 
 FADE = 0.98  # per step: a memory of about 50
 # Weight of the prior of each factor, in steps: one for the profile's times, which were measured, and a tenth for slope,
-# context, contention and experts, which the profile does not tell.
-PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)
+# context and contention, which the profile does not tell. A hundredth for experts: where few are taken, their share
+# hardly varies, and a stronger prior would be taken for the steps' own time.
+PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.01)
 CONTEXT_UNIT = 1 << 14  # KV positions that take about as long to read as the weights, as a guess
 NUM_SPREADS = 3.0  # times their usual size, beyond which residuals count linearly
 # The usual relative residual: at least a fiftieth, or every step of a quiet machine would be an outlier; at first a
