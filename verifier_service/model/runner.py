@@ -98,25 +98,28 @@ def load_model(
     *,
     check: bool,
     quantization: Quantization | None = None,
+    num_cached_experts: int | None = None,
 ) -> PackedModel:
     """Build this rank's part of a model; raises `UnsupportedModelError` if its logits would be wrong.
 
     With `check` and one rank, the model is compared with the library's own forward of the same weights, which is loaded
-    first and dropped. With several ranks, or a window longer than the check's sequences, a tiny random model of the
-    same architecture is compared instead or as well. An untested architecture is always checked.
+    first and dropped. With several ranks, experts in host memory, or a window longer than the check's sequences, a tiny
+    random model of the same architecture is compared instead or as well. An untested architecture is always checked.
     """
     architecture = require_supported(description, group.size)
     if not architecture.is_tested:
         _require_unlisted_works(description, group, device)
-    elif check and (group.size > 1 or has_long_window(description)):
+    elif check and (group.size > 1 or num_cached_experts is not None or has_long_window(description)):
         _check_tiny_model(description, group, device)
     spec = read_decoder_spec(description)
     if quantization is not None:
         _require_quantizable(description.model_type, spec, device)
+    if num_cached_experts is not None:
+        _require_offloadable(description.model_type, spec, group)
     aliases, ignored = checkpoint_names(description)
     sequences = sample_sequences(description.vocab_size)
     expected: torch.Tensor | None = None
-    is_compared = (check or not architecture.is_tested) and group.size == 1
+    is_compared = (check or not architecture.is_tested) and group.size == 1 and num_cached_experts is None
     model: PackedModel
     if spec is None or is_compared:
         library = load_library_model(
@@ -131,7 +134,8 @@ def load_model(
         del library
     if spec is not None:
         reader = WeightReader(source, aliases)
-        model = load_decoder(spec, reader, group, dtype=dtype, device=device, quantization=quantization)
+        options = {"quantization": quantization, "num_cached_experts": num_cached_experts}
+        model = load_decoder(spec, reader, group, dtype=dtype, device=device, **options)
         reader.require_all_used(ignored)
     if expected is not None:
         require_equal_logits(description.model_type, expected, _engine_logits(model, sequences), dtype)
@@ -145,6 +149,13 @@ def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.devi
         raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
     if any(layer.experts is not None for layer in spec.layers):
         raise UnsupportedModelError(f"{name}: quantization is not served for mixtures of experts")
+
+
+def _require_offloadable(name: str, spec: DecoderSpec | None, group: TensorParallelGroup) -> None:
+    if spec is None or all(layer.experts is None for layer in spec.layers):
+        raise UnsupportedModelError(f"{name}: num_cached_experts is for mixtures of experts that our decoder runs")
+    if group.size > 1:
+        raise UnsupportedModelError(f"{name}: num_cached_experts is not served with tensor_parallel_size > 1")
 
 
 def _check_tiny_model(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
@@ -310,6 +321,7 @@ class ModelRunner:
                 *(description, checkpoint, self.group, self.dtype, self.device),
                 check=check,
                 quantization=config.quantization,
+                num_cached_experts=config.num_cached_experts,
             )
             self.weight_bytes_read = checkpoint.bytes_read
         if check:

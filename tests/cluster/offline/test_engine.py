@@ -17,8 +17,8 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine, PipeDraftClient
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.expert_shape import ExpertShape
-from outrider.verifier_service.pricing.experts_read import ExpertsRead
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.experts_read import ExpertsRead
 from tiny.models import make_checkpoint, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
