@@ -16,6 +16,7 @@ from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
+from benchmarks.experts.study import experts
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
@@ -36,6 +37,7 @@ STUDIES = (
     device,
     drift,
     exact,
+    experts,
     far,
     follow,
     poison,
@@ -54,15 +56,16 @@ STUDIES = (
 def study() -> None:
     """Measure what only developers ask.
 
-    acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
-    edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
-    kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
-    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
-    broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
-    costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
-    running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
-    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
+    acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step
+    beside every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and
+    predicted edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns,
+    while the kind of text changes; exact: a real model's tokens with drafts and without; experts: what steps read of
+    a mixture, and experts in host memory; far: what priced drafts bring with a drafter elsewhere, in virtual time;
+    follow: a drafter that learns, while GRPO moves its policy; poison: how soon broken weights are taken back;
+    policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples
+    of the same prompts, epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to
+    many streams and back; updates: answers after new weights; usual: what a small machine should draft with; vllm-
+    pool: vLLM with drafts from a pool, and without.
     """
 
 
