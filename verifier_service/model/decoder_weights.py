@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,18 +110,19 @@ class _DecoderLoader:
         parts = dict(self.parts())
         norm = parts["norm"]
         assert isinstance(norm, Norm)
-        layers = [parts[f"layers.{index}"] for index in range(len(self._spec.layers))]
+        parted = [parts[f"layers.{index}"] for index in range(len(self._spec.layers))]
+        layers = [layer for layer in parted if isinstance(layer, DecoderLayer)]
         decoder = Decoder(
             self._spec,
             embedding=parts["embedding"],
-            layers=[layer for layer in layers if isinstance(layer, DecoderLayer)],
+            layers=layers,
             norm=norm,
             head=parts["head"],
             dtype=self._dtype,
             device=self._device,
         )
         if self._num_cached is not None:
-            _fetch_ahead(decoder)
+            _fetch_ahead(decoder.embedding, layers)
         return decoder.eval().requires_grad_(False)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -245,13 +247,14 @@ class _DecoderLoader:
             shared = self._mlp(f"{prefix}shared_expert.", experts.shared_inner_size)
             shared_gate = self._place(self._reader.read(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size)))
         router = self._place(self._reader.read(f"{prefix}gate.weight", (count, spec.hidden_size)))
-        rest = {"router": router, "shared": shared, "shared_gate": shared_gate, "activation": spec.activation}
+        rest: dict[str, Any] = {"router": router, "shared": shared, "shared_gate": shared_gate, "group": self._group}
+        rest["activation"] = spec.activation
         if self._num_cached is not None and self._copier is not None:
             hosted = gate_up.to(self._dtype), down.to(self._dtype)
             cache = ExpertCache(*hosted, self._num_cached, self._device, self._copier)
-            return OffloadedExperts(experts, cache=cache, group=self._group, **rest)
-        placed = {"gate_up": self._place(gate_up).transpose(1, 2), "down": self._place(down).transpose(1, 2)}
-        return Experts(experts, group=self._group, **placed, **rest)
+            return OffloadedExperts(experts, cache=cache, **rest)
+        placed = [self._place(weights).transpose(1, 2) for weights in (gate_up, down)]
+        return Experts(experts, gate_up=placed[0], down=placed[1], **rest)
 
     # --- shared by all of them ---
 
@@ -320,19 +323,19 @@ class _DecoderLoader:
         return None if (start, stop) == (0, size) else Shard(dim=dim, start=start, stop=stop)
 
 
-def _fetch_ahead(decoder: Decoder) -> None:
+def _fetch_ahead(embedding: nn.Module, layers: Sequence[DecoderLayer]) -> None:
     """Let every mixture layer foresee what the next one takes, and the tokens' embeddings what the first takes."""
-    mixtures = [layer for layer in decoder.layers if isinstance(layer.mlp, OffloadedExperts)]
-    for layer, following in pairwise(mixtures):
-        layer.mlp.following = following.mlp.router, following.mlp.cache
-    first, norm = mixtures[0].mlp, mixtures[0].before_mlp
+    mixtures = [(layer.before_mlp, layer.mlp) for layer in layers if isinstance(layer.mlp, OffloadedExperts)]
+    for (_, mixture), (_, following) in pairwise(mixtures):
+        mixture.following = following.router, following.cache
+    norm, first = mixtures[0]
 
     def foresee(module: nn.Module, token_ids: object, hidden: torch.Tensor) -> None:
         chosen = foreseen(norm(hidden), first.router, first.spec.num_active)
         (counts,) = num_tokens_each([chosen], first.spec.num_experts)
         first.cache.fetch(likeliest(counts, first.cache.num_slots))
 
-    decoder.embedding.register_forward_hook(foresee)
+    embedding.register_forward_hook(foresee)
 
 
 def _reordered(tensor: torch.Tensor, num_heads: int, head_dim: int, order: list[int] | None) -> torch.Tensor:

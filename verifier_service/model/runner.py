@@ -134,8 +134,13 @@ def load_model(
         del library
     if spec is not None:
         reader = WeightReader(source, aliases)
-        options = {"quantization": quantization, "num_cached_experts": num_cached_experts}
-        model = load_decoder(spec, reader, group, dtype=dtype, device=device, **options)
+        model = load_decoder(
+            *(spec, reader, group),
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            num_cached_experts=num_cached_experts,
+        )
         reader.require_all_used(ignored)
     if expected is not None:
         require_equal_logits(description.model_type, expected, _engine_logits(model, sequences), dtype)

@@ -124,6 +124,7 @@ def test_drafts_of_a_mixture_of_experts_are_priced_as_such(tmp_path, model_type,
     with OfflineEngine(config, prices_drafts=True) as engine:
         assert engine.engine.pricing.cost is not None
         assert engine.engine.pricing.cost.experts == (None if experts is None else ExpertsRead(experts))
+        assert (engine.engine.routing is None) == (experts is None)
 
 
 def test_impossible_request_is_answered_and_the_others_run(pair, plain):
