@@ -25,7 +25,8 @@ ROOMS = {
     "verifier_service/messages": "proto",
     "verifier_service/cpu": "verifier_service",
     "verifier_service/gpu": "",
-    "verifier_service/model": "verifier_service messages cpu gpu",
+    "verifier_service/experts": "gpu",
+    "verifier_service/model": "verifier_service messages cpu gpu experts",
     "verifier_service/sampling": "messages gpu model",
     "verifier_service/scheduling": "messages",
     "verifier_service/pricing": "messages scheduling",
@@ -34,7 +35,7 @@ ROOMS = {
     "verifier_service/refit": "messages model",
     "verifier_service/handover": "messages model links",
     "verifier_service/engine": (
-        "verifier_service proto messages gpu model sampling scheduling pricing links drafting refit handover"
+        "verifier_service proto messages gpu experts model sampling scheduling pricing links drafting refit handover"
     ),
     # who drafts
     "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import

@@ -25,6 +25,9 @@ class ModelOptions(Options):
     trust_remote_code: bool = option(False, "Run model code that comes with the checkpoint.")
     dtype: Dtype = option("auto")
     quantization: Quantization | None = option(None, "Hold the target's linear layers in int8 (CPU).")
+    num_cached_experts: Positive | None = option(
+        None, "Experts of each of the target's mixture layers on the device; the others are fetched from host memory."
+    )
     device: Device = option("auto")
     check_anew: bool = option(False, "Check logits and measure steps again, though a start here has done so.")
     enforce_eager: bool = option(False, "Capture no steps as CUDA graphs; without CUDA, none is.")
@@ -51,6 +54,7 @@ class ModelOptions(Options):
             path=path,
             revision=self.revision if path == self.model else None,
             quantization=self.quantization if path == self.target_path else None,
+            num_cached_experts=self.num_cached_experts if path == self.target_path else None,
             tensor_parallel_size=tensor_parallel_size,
             num_threads=self.threads_per_rank or 1,
             **{name: getattr(self, name) for name in _OF_ALL_CHECKPOINTS},

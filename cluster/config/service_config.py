@@ -26,6 +26,7 @@ from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsM
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
+    "num_cached_experts",
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
@@ -189,6 +190,8 @@ class ServiceConfig(PoolsConfig):
             return self
         if self.model.quantization is not None:
             raise ValueError("quantization: int8 is our own engine's; vLLM's go into engine_kwargs, by vLLM's names")
+        if self.model.num_cached_experts is not None:
+            raise ValueError("num_cached_experts: our own engine's; vLLM has options of its own for offloading")
         if self.check_integrity:
             raise ValueError("check_integrity: vLLM keeps books of its own")
         if self.logprobs_mode is not LogprobsMode.RAW:

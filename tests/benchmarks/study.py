@@ -18,6 +18,7 @@ from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
 from benchmarks.kv.study import kv
 from benchmarks.masks.tidar import tidar
+from benchmarks.experts.study import experts
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
@@ -39,6 +40,7 @@ STUDIES = (
     device,
     drift,
     exact,
+    experts,
     far,
     follow,
     kv,

@@ -20,9 +20,11 @@ from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Popu
 from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DrafterEvent, Resync, VerifierMessage
 from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
@@ -63,6 +65,9 @@ class MemoryLink:
 class TimedTarget(ScriptedTarget):
     """Takes virtual time; the machine is slowed down by others every now and then, most of all for large steps."""
 
+    experts: ExpertShape | None = None
+    routing: ExpertRouting | None = None
+
     def __init__(self) -> None:
         super().__init__(TARGET_LAWS, num_blocks=4096, block_size=4)
         self.clock, self.num_steps = VirtualClock(), 0
@@ -71,6 +76,22 @@ class TimedTarget(ScriptedTarget):
         self.num_steps += 1
         slowdown = 1.0 + 0.5 * (self.num_steps % 60 > 40)
         self.clock.now_s += 0.02 * max(1.0, batch.num_tokens * slowdown / KNEE)
+        return super().execute(batch, chosen)
+
+
+class TimedMixture(TimedTarget):
+    """Takes the time of reading the experts that a step's tokens take; most of the vocabulary shares one."""
+
+    experts = ExpertShape(num_experts=3, num_active=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing = ExpertRouting(1, 3, 1, torch.device("cpu"))
+
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        taken = torch.tensor(batch.token_ids)[:, None].clamp(max=2)
+        self.routing.chosen[0, : batch.num_tokens] = taken
+        self.clock.now_s += 0.004 * len(taken.unique())
         return super().execute(batch, chosen)
 
 
@@ -100,12 +121,11 @@ class Played:
     num_cut_tokens: int = 0
 
 
-def make_engine(pricing: DraftPricing, seed: int, profile: Sequence[StepTime]) -> VerifierEngine:
-    target = TimedTarget()
+def make_engine(pricing: DraftPricing, seed: int, profile: Sequence[StepTime], target: TimedTarget) -> VerifierEngine:
     limits = {"max_model_len": target.max_model_len, "vocab_size": VOCAB_SIZE}
     config = SchedulerConfig(max_num_batched_tokens=1 << 14, max_num_seqs=NUM_SLOTS, **limits)
-    pricing.use_profile(profile)
-    return VerifierEngine(
+    pricing.use_profile(profile, target.experts)
+    engine = VerifierEngine(
         target,
         Scheduler(config, BlockPool(target.num_blocks, target.block_size), pricing),
         DraftCoordinator(MemoryLink(seed), CoordinatorConfig(**limits), pricing=pricing),
@@ -113,6 +133,8 @@ def make_engine(pricing: DraftPricing, seed: int, profile: Sequence[StepTime]) -
         generator=torch.Generator().manual_seed(seed),
         pricing=pricing,
     )
+    engine.routing = target.routing
+    return engine
 
 
 def play(
@@ -123,9 +145,10 @@ def play(
     draft_lengths: tuple[int, ...] = (2, 4, 6),
     seed: int = 0,
     profile: Sequence[StepTime] = PROFILE,
+    target: type[TimedTarget] = TimedTarget,
 ) -> Played:
     """Generate so many triples in waves of requests and count them."""
-    engine = make_engine(pricing, seed, profile)
+    engine = make_engine(pricing, seed, profile, target())
     requests = Population(is_seeded=is_seeded, draft_lengths=draft_lengths).requests("p", num_draws)
     played = Played()
     outputs = played.outputs
@@ -168,6 +191,17 @@ def test_priced_drafts_keep_the_law():
     assert len(set(played.prices)) > 10
     assert played.num_draft_tokens > NUM_DRAWS / 2
     assert played.num_cut_tokens > played.num_draft_tokens / 12, "and drafts were cut within"
+
+
+def test_drafts_priced_by_committed_tokens_experts_keep_the_law():
+    pricing = DraftPricing()
+    played = play(pricing, NUM_DRAWS, target=TimedMixture)
+    law.assert_law(played.counts, LAW, ALPHA)
+    assert len(set(played.prices)) > 10
+    assert played.num_cut_tokens > played.num_draft_tokens / 20
+    assert pricing.cost is not None
+    assert pricing.cost.experts is not None
+    assert pricing.cost.experts.share(2) < 5 / 9 - 0.01, "it has learnt that routing is not uniform"
 
 
 def test_a_draft_that_decides_on_itself_is_detected():

@@ -19,8 +19,9 @@ from outrider.verifier_service.engine.outputs import OutputBuilder
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.engine.runners import Runner
-from outrider.verifier_service.engine.step_rows import note_predictions, note_target_rows, sampling_rows
+from outrider.verifier_service.engine.step_rows import count_experts, note_predictions, note_target_rows, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
+from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.handover.giver import HOLD_S
 from outrider.verifier_service.handover.handovers import Handovers
 from outrider.verifier_service.handover.kv_bytes import KVBytes
@@ -86,6 +87,7 @@ class VerifierEngine:
         self.pricing = DraftPricing() if pricing is None else pricing
         self.stats = StepStats()
         self.on_phase: Callable[[str], None] = lambda name: None  # called with each phase of a step as it ends
+        self.routing: ExpertRouting | None = None  # of a mixture of experts whose drafts are priced
         self._runner = runner
         self._verify = verify
         self._clock, self._wall_clock = clock, wall_clock
@@ -352,6 +354,8 @@ class VerifierEngine:
 
     def _commit(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Append the tokens of every outcome."""
+        if self.routing is not None:
+            count_experts(step, outcomes, self.routing, self.pricing.cost)
         for outcome in outcomes:
             self._advance(outcome)
 

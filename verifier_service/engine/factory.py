@@ -122,6 +122,7 @@ def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: Verifie
     profile = _profile_of(runner, min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
     if spec.prices_drafts:
         engine.pricing.use_profile(profile.step_times, runner.experts, profile.context)
+        engine.routing = runner.routing
     return profile.step_times
 
 

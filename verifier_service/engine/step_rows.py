@@ -8,8 +8,10 @@ from itertools import islice
 import torch
 
 from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.request import LogprobsMode, Request, TokenLogprobs
+from outrider.verifier_service.pricing.cost_model import CostModel
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
 from outrider.verifier_service.sampling.sparse_rows import likeliest_rows
@@ -51,6 +53,21 @@ def _query(outcome: Outcome, edits: LogitEdits | None) -> LogprobsQuery:
         shape=shape_of_logprobs(sampling),
         edits=None if edits is None else edits.of_rows([row - outcome.first_row for row in rows]),
     )
+
+
+def count_experts(
+    step: LaunchedStep, outcomes: Sequence[Outcome], routing: ExpertRouting, cost: CostModel | None
+) -> None:
+    """Count which experts a step's committed tokens took; now and then, tell the cost of steps what they read.
+
+    These are each request's last token before the step, and its accepted draft tokens. The step must not be pipelined:
+    then no later step has written to the record.
+    """
+    batch = step.schedule.batch
+    tokens = [batch.logits_indices[row] for outcome in outcomes for row in outcome.rows]
+    shares = routing.count(tokens, batch.num_tokens)
+    if shares is not None and cost is not None and cost.experts is not None:
+        cost.experts.shares = shares
 
 
 def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: Callable[[Request], bool]) -> None:

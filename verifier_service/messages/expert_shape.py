@@ -12,6 +12,6 @@ class ExpertShape:
     num_experts: int
     num_active: int  # per token
 
-    def covered_share(self, num_tokens: float) -> float:
-        """Return the expected share of experts that `num_tokens` use, if routing is uniform."""
+    def uniform_share(self, num_tokens: int) -> float:
+        """Return the expected share of experts that `num_tokens` take, if routing is uniform."""
         return 1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens

@@ -21,6 +21,8 @@ class ModelConfig:
     revision: str | None = None
     dtype: str = "auto"  # auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions
     quantization: Quantization | None = None  # int8: weights of linear layers, on a CPU
+    # of each mixture layer on the device, the others in host memory; None: all
+    num_cached_experts: int | None = None
     device: str = "auto"  # auto: CUDA if available
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16
@@ -44,7 +46,7 @@ class ModelConfig:
         require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8 or None")
         for name in ("block_size", "tensor_parallel_size"):
             require(_is_positive(getattr(self, name)), name, "a positive integer")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads", "num_cached_experts"):
             value = getattr(self, name)
             require(value is None or _is_positive(value), name, "a positive integer or None")
 

@@ -12,13 +12,16 @@ replayed. `decoder_spec` describes what a model computes; `decoder_weights` read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from outrider.verifier_service.cpu import kernels as cpu
+from outrider.verifier_service.experts.cache import ExpertCache, foreseen, likeliest, num_tokens_each
+from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
@@ -34,6 +37,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
 }
 
+TopK = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
 
 
@@ -210,30 +214,77 @@ class Experts(nn.Module):
         super().__init__()
         self.router, self.gate_up, self.down = router, gate_up, down
         self.shared, self.shared_gate = shared, shared_gate
-        self._spec, self._activation, self._group = spec, activation, group
+        self.spec, self._activation, self._group = spec, activation, group
+        self.topk: TopK = partial(torch.topk, k=spec.num_active, dim=-1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
         chosen, weights = self._route(rows)
-        experts = chosen.flatten()  # [num_tokens * num_active]
-        order = experts.argsort(stable=True)
-        numbers = torch.arange(self._spec.num_experts, device=rows.device)
-        ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # end of each expert's sorted tokens
-        gate_up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends)
-        outputs = F.grouped_mm(gated(gate_up, self._activation), self.down, offs=ends)
-        outputs = torch.zeros_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
+        outputs = self._outputs(rows, chosen).unflatten(0, chosen.shape)
         mixed = self._group.all_reduce((outputs * weights[..., None]).sum(dim=1))
         if self.shared is None or self.shared_gate is None:
             return mixed
         return mixed + F.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
 
+    def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what each token's experts make of it: [num_tokens * num_active, hidden_size]."""
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        outputs = self._products(rows, experts, order, self.gate_up, self.down)
+        return torch.zeros_like(outputs).index_copy(0, order, outputs)
+
+    def _products(
+        self,
+        rows: torch.Tensor,
+        groups: torch.Tensor,  # of each token's experts, by index of the two weights
+        order: torch.Tensor,  # of those wanted here, sorted by group
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs in this order: [len(order), hidden_size]."""
+        numbers = torch.arange(len(gate_up), device=rows.device)
+        ends = (groups[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # end of each group's sorted tokens
+        inner = F.grouped_mm(rows[order // self.spec.num_active], gate_up, offs=ends)
+        return F.grouped_mm(gated(inner, self._activation), down, offs=ends)
+
     def _route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts and their weights: [num_tokens, num_active] each."""
         probs = F.linear(rows, self.router).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self._spec.num_active, dim=-1)
-        if self._spec.normalises:
+        weights, chosen = self.topk(probs)
+        if self.spec.normalises:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return chosen, weights.to(rows.dtype)
+
+
+class OffloadedExperts(Experts):
+    """A mixture whose experts lie in host memory; see `experts.cache`. Its routing is read back by the host.
+
+    Outputs are those of `Experts`, to the bit: each expert's product has the same rows, in the same order.
+    """
+
+    def __init__(self, *parts: Any, cache: ExpertCache, **options: Any) -> None:
+        """Take the arguments of `Experts`, which has weights of the cache by slot."""
+        super().__init__(*parts, gate_up=cache.gate_up, down=cache.down, **options)
+        self.cache = cache
+        self.following: tuple[torch.Tensor, ExpertCache] | None = None  # router and cache of the next mixture layer
+
+    def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        counted = [chosen]
+        if self.following is not None:
+            counted.append(foreseen(rows, self.following[0], self.spec.num_active))
+        counts = num_tokens_each(counted, self.spec.num_experts)
+        taken = [expert for expert, count in enumerate(counts[0]) if count]
+        groups = chosen.flatten()
+        outputs = rows.new_empty(len(groups), rows.shape[1])
+        for number, experts in enumerate(self.cache.rounds(taken)):
+            self.cache.fetch(experts)
+            if number == 0 and self.following is not None:
+                self.following[1].fetch(likeliest(counts[1], self.following[1].num_slots))
+            slots = self.cache.arrived(experts)[groups]
+            here = (slots < self.cache.num_slots).nonzero().flatten()
+            order = here[slots[here].argsort(stable=True)]
+            outputs.index_copy_(0, order, self._products(rows, slots, order, self.gate_up, self.down))
+        return outputs
 
 
 class DecoderLayer(nn.Module):
@@ -288,6 +339,17 @@ class Decoder(nn.Module):
         )
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
 
+    def record_routing(self) -> ExpertRouting | None:
+        """Let every mixture layer keep its tokens' experts, from the next step or capture on; None: all are dense."""
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        if not mixtures:
+            return None
+        spec = mixtures[0].spec
+        routing = ExpertRouting(len(mixtures), spec.num_experts, spec.num_active, self.device)
+        for index, mixture in enumerate(mixtures):
+            mixture.topk = partial(routing.topk, index)
+        return routing
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -310,8 +372,11 @@ class Decoder(nn.Module):
     def not_captured(self) -> str | None:
         """Why steps run eagerly on a GPU; None: they can be captured.
 
-        In float32, torch's grouped product loops over the groups on the host and reads their ends back.
+        In float32, torch's grouped product loops over the groups on the host and reads their ends back. Which experts
+        to fetch is read back, too.
         """
+        if any(isinstance(layer.mlp, OffloadedExperts) for layer in self.layers):
+            return "offloaded_experts"
         has_experts = any(layer.experts is not None for layer in self.spec.layers)
         is_looped = self.device.type == "cuda" and self.dtype is torch.float32
         return "float32_experts" if has_experts and is_looped else None

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
+from outrider.verifier_service.experts.cache import (
+    ExpertCache,
+    copier_of,
+    foreseen,
+    likeliest,
+    num_tokens_each,
+)
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import Quantization
@@ -20,6 +29,7 @@ from outrider.verifier_service.model.decoder import (
     GatedMLP,
     HeadNorm,
     Norm,
+    OffloadedExperts,
     head_order,
 )
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec, QueryKeyNorm
@@ -51,12 +61,14 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
+    num_cached_experts: int | None = None,
 ) -> Decoder:
     """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` naming a size.
 
-    `quantization` does not apply to the embedding.
+    `quantization` does not apply to the embedding. `num_cached_experts`: of each layer on the device, the others in
+    host memory; None: all.
     """
-    return _DecoderLoader(spec, reader, group, dtype, device, quantization).load()
+    return _DecoderLoader(spec, reader, group, dtype, device, quantization, num_cached_experts).load()
 
 
 def decoder_parts(
@@ -84,9 +96,11 @@ class _DecoderLoader:
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None,
+        num_cached_experts: int | None = None,
     ) -> None:
         self._spec, self._reader, self._group, self._dtype, self._device = spec, reader, group, dtype, device
-        self._quantization = quantization
+        self._quantization, self._num_cached = quantization, num_cached_experts
+        self._copier = None if num_cached_experts is None else copier_of(device)
         self._heads = self._share("num_attention_heads", spec.num_heads)
         self._kv_heads = self._share_kv_heads()
         if group.size > 1 and spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
@@ -96,16 +110,19 @@ class _DecoderLoader:
         parts = dict(self.parts())
         norm = parts["norm"]
         assert isinstance(norm, Norm)
-        layers = [parts[f"layers.{index}"] for index in range(len(self._spec.layers))]
+        parted = [parts[f"layers.{index}"] for index in range(len(self._spec.layers))]
+        layers = [layer for layer in parted if isinstance(layer, DecoderLayer)]
         decoder = Decoder(
             self._spec,
             embedding=parts["embedding"],
-            layers=[layer for layer in layers if isinstance(layer, DecoderLayer)],
+            layers=layers,
             norm=norm,
             head=parts["head"],
             dtype=self._dtype,
             device=self._device,
         )
+        if self._num_cached is not None:
+            _fetch_ahead(decoder.embedding, layers)
         return decoder.eval().requires_grad_(False)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -229,16 +246,15 @@ class _DecoderLoader:
         if experts.shared_inner_size:
             shared = self._mlp(f"{prefix}shared_expert.", experts.shared_inner_size)
             shared_gate = self._place(self._reader.read(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size)))
-        return Experts(
-            experts,
-            router=self._place(self._reader.read(f"{prefix}gate.weight", (count, spec.hidden_size))),
-            gate_up=self._place(gate_up).transpose(1, 2),
-            down=self._place(down).transpose(1, 2),
-            shared=shared,
-            shared_gate=shared_gate,
-            activation=spec.activation,
-            group=self._group,
-        )
+        router = self._place(self._reader.read(f"{prefix}gate.weight", (count, spec.hidden_size)))
+        rest: dict[str, Any] = {"router": router, "shared": shared, "shared_gate": shared_gate, "group": self._group}
+        rest["activation"] = spec.activation
+        if self._num_cached is not None and self._copier is not None:
+            hosted = gate_up.to(self._dtype), down.to(self._dtype)
+            cache = ExpertCache(*hosted, self._num_cached, self._device, self._copier)
+            return OffloadedExperts(experts, cache=cache, **rest)
+        placed = [self._place(weights).transpose(1, 2) for weights in (gate_up, down)]
+        return Experts(experts, gate_up=placed[0], down=placed[1], **rest)
 
     # --- shared by all of them ---
 
@@ -305,6 +321,21 @@ class _DecoderLoader:
     @staticmethod
     def _cut(size: int, start: int, stop: int, dim: int = 0) -> Shard | None:
         return None if (start, stop) == (0, size) else Shard(dim=dim, start=start, stop=stop)
+
+
+def _fetch_ahead(embedding: nn.Module, layers: Sequence[DecoderLayer]) -> None:
+    """Let every mixture layer foresee what the next one takes, and the tokens' embeddings what the first takes."""
+    mixtures = [(layer.before_mlp, layer.mlp) for layer in layers if isinstance(layer.mlp, OffloadedExperts)]
+    for (_, mixture), (_, following) in pairwise(mixtures):
+        mixture.following = following.router, following.cache
+    norm, first = mixtures[0]
+
+    def foresee(module: nn.Module, token_ids: object, hidden: torch.Tensor) -> None:
+        chosen = foreseen(norm(hidden), first.router, first.spec.num_active)
+        (counts,) = num_tokens_each([chosen], first.spec.num_experts)
+        first.cache.fetch(likeliest(counts, first.cache.num_slots))
+
+    embedding.register_forward_hook(foresee)
 
 
 def _reordered(tensor: torch.Tensor, num_heads: int, head_dim: int, order: list[int] | None) -> torch.Tensor:

@@ -97,25 +97,28 @@ def load_model(
     *,
     check: bool,
     quantization: Quantization | None = None,
+    num_cached_experts: int | None = None,
 ) -> PackedModel:
     """Build this rank's part of a model; raises `UnsupportedModelError` if its logits would be wrong.
 
     With `check` and one rank, the model is compared with the library's own forward of the same weights, which is loaded
-    first and dropped. With several ranks, or a window longer than the check's sequences, a tiny random model of the
-    same architecture is compared instead or as well. An untested architecture is always checked.
+    first and dropped. With several ranks, experts in host memory, or a window longer than the check's sequences, a tiny
+    random model of the same architecture is compared instead or as well. An untested architecture is always checked.
     """
     architecture = require_supported(description, group.size)
     if not architecture.is_tested:
         _require_unlisted_works(description, group, device)
-    elif check and (group.size > 1 or has_long_window(description)):
+    elif check and (group.size > 1 or num_cached_experts is not None or has_long_window(description)):
         _check_tiny_model(description, group, device)
     spec = read_decoder_spec(description)
     if quantization is not None:
         _require_quantizable(description.model_type, spec, device)
+    if num_cached_experts is not None:
+        _require_offloadable(description.model_type, spec, group)
     aliases, ignored = checkpoint_names(description)
     sequences = sample_sequences(description.vocab_size)
     expected: torch.Tensor | None = None
-    is_compared = (check or not architecture.is_tested) and group.size == 1
+    is_compared = (check or not architecture.is_tested) and group.size == 1 and num_cached_experts is None
     model: PackedModel
     if spec is None or is_compared:
         library = load_library_model(
@@ -130,7 +133,13 @@ def load_model(
         del library
     if spec is not None:
         reader = WeightReader(source, aliases)
-        model = load_decoder(spec, reader, group, dtype=dtype, device=device, quantization=quantization)
+        model = load_decoder(
+            *(spec, reader, group),
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            num_cached_experts=num_cached_experts,
+        )
         reader.require_all_used(ignored)
     if expected is not None:
         require_equal_logits(description.model_type, expected, _engine_logits(model, sequences), dtype)
@@ -144,6 +153,13 @@ def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.devi
         raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
     if any(layer.experts is not None for layer in spec.layers):
         raise UnsupportedModelError(f"{name}: quantization is not served for mixtures of experts")
+
+
+def _require_offloadable(name: str, spec: DecoderSpec | None, group: TensorParallelGroup) -> None:
+    if spec is None or all(layer.experts is None for layer in spec.layers):
+        raise UnsupportedModelError(f"{name}: num_cached_experts is for mixtures of experts that our decoder runs")
+    if group.size > 1:
+        raise UnsupportedModelError(f"{name}: num_cached_experts is not served with tensor_parallel_size > 1")
 
 
 def _check_tiny_model(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
@@ -265,6 +281,7 @@ class ModelRunner:
         settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None}
         self.memory = StartMemory(settings, folder, self.device, rank=group.rank, is_anew=config.check_anew)
         self.model = self._load(config, folder, description)
+        self.routing = self.model.record_routing() if isinstance(self.model, Decoder) else None
         shapes = self.model.kv_shapes
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
@@ -308,6 +325,7 @@ class ModelRunner:
                 *(description, checkpoint, self.group, self.dtype, self.device),
                 check=check,
                 quantization=config.quantization,
+                num_cached_experts=config.num_cached_experts,
             )
             self.weight_bytes_read = checkpoint.bytes_read
         if check:
@@ -362,7 +380,8 @@ class ParallelRunner:
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
-        self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
+        self.pool, self.num_layers = runner.pool, runner.num_layers
+        self.experts, self.routing = runner.experts, runner.routing
         self.model, self.memory = runner.model, runner.memory  # rank 0's
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 

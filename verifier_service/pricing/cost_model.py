@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
+from outrider.verifier_service.pricing.experts_read import ExpertsRead
 
 FADE = 0.98  # per step: a memory of about 50
 # Weight of the prior of each factor, in steps: one for the profile's times, which were measured, and a tenth for slope,
-# context, contention and experts, which the profile does not tell.
-PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)
+# context and contention, which the profile does not tell. A hundredth for experts: where few are taken, their share
+# hardly varies, and a stronger prior would be taken for the steps' own time.
+PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.01)
 CONTEXT_UNIT = 1 << 14  # KV positions that take about as long to read as the weights, as a guess
 NUM_SPREADS = 3.0  # times their usual size, beyond which residuals count linearly
 # The usual relative residual: at least a fiftieth, or every step of a quiet machine would be an outlier; at first a
@@ -148,7 +150,7 @@ class CostModel:
 
         Without `context` it starts as free, and is learnt from the steps alone.
         """
-        self.experts = experts
+        self.experts = None if experts is None else ExpertsRead(experts)
         self._context = context
         self.use_profile(profile)
 
@@ -242,7 +244,7 @@ class CostModel:
             base_s * shape.is_drafting,
         ]
         if self.experts is not None:
-            terms.append(self.experts.covered_share(shape.num_tokens) * first_s)
+            terms.append(self.experts.share(shape.num_tokens) * first_s)
         return terms
 
     def _fixed_s(self, shape: StepShape) -> float:
@@ -263,9 +265,7 @@ class CostModel:
         if self.experts is None:
             return times
         unit = self._factors[4] * self._profile.seconds[0]
-        return [
-            seconds + unit * self.experts.covered_share(count) for seconds, count in zip(times, counts, strict=True)
-        ]
+        return [seconds + unit * self.experts.share(count) for seconds, count in zip(times, counts, strict=True)]
 
     def _solved(self) -> list[float]:
         """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""

@@ -66,7 +66,9 @@ class LoadLevels:
         index = num_requests.bit_length()
         if index not in self._levels:
             nearest = self._levels[min(self._levels, key=lambda known: abs(known - index))]
-            self._levels[index] = _new_level(deepcopy(nearest.cost), replace(nearest.exposure))
+            experts = nearest.cost.experts  # not copied: see `ExpertsRead`
+            cost = deepcopy(nearest.cost, {id(experts): experts})
+            self._levels[index] = _new_level(cost, replace(nearest.exposure))
         return self._levels[index]
 
 

@@ -50,8 +50,10 @@ class ModelWeights:
     def missing(self, source: TensorSource) -> tuple[str, ...]:
         """Return the tensors that a source lacks. Raises `WeightError` naming one that does not fit, or has no place.
 
-        Reads no data.
+        Reads no data. Refuses all for experts in host memory.
         """
+        if self._runner.config.num_cached_experts is not None:
+            raise WeightError("num_cached_experts: experts in host memory take no new weights while they are served")
         reader = _ShapeReader(_Shapes(source), self._aliases)
         runner, spec = self._runner, read_decoder_spec(self._runner.description)
         if spec is not None:

@@ -205,6 +205,14 @@ def test_eager_steps_are_asked_of_verifiers_and_drafters_alike():
         assert config.verifier_spec.model.enforce_eager is config.drafter_spec.model.enforce_eager is is_eager
 
 
+def test_experts_in_host_memory_are_the_targets():
+    config = ServiceConfig(num_cached_experts=8)
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.model is not None
+    assert config.verifier_spec.model.num_cached_experts == 8
+    assert config.drafter_spec.model.num_cached_experts is None
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_asynchronous_scheduling_is_asked_of_verifiers(is_async: bool):
     assert ServiceConfig(async_scheduling=is_async).verifier_spec.async_scheduling is is_async

@@ -18,6 +18,7 @@ from outrider.cluster.offline.engine import OfflineEngine, PipeDraftClient
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.experts_read import ExpertsRead
 from tiny.models import make_checkpoint, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -122,7 +123,8 @@ def test_drafts_of_a_mixture_of_experts_are_priced_as_such(tmp_path, model_type,
     config = ServiceConfig(model=str(tmp_path), num_drafters=0, max_model_len=128, kv_cache_memory_bytes=4 << 20)
     with OfflineEngine(config, prices_drafts=True) as engine:
         assert engine.engine.pricing.cost is not None
-        assert engine.engine.pricing.cost.experts == experts
+        assert engine.engine.pricing.cost.experts == (None if experts is None else ExpertsRead(experts))
+        assert (engine.engine.routing is None) == (experts is None)
 
 
 def test_impossible_request_is_answered_and_the_others_run(pair, plain):

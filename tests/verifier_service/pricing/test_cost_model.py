@@ -175,12 +175,12 @@ def test_the_walk_equals_single_questions(experts, first):
 
 def test_a_mixture_of_experts_reads_more_of_them_with_more_tokens():
     experts = ExpertShape(num_experts=32, num_active=2)
-    assert [experts.covered_share(n) for n in (0, 1, 2)] == pytest.approx([0.0, 1 / 16, 1 - (15 / 16) ** 2])
+    assert [experts.uniform_share(n) for n in (0, 1, 2)] == pytest.approx([0.0, 1 / 16, 1 - (15 / 16) ** 2])
     flat = model((1, 0.02), (64, 0.0201))  # as profiled where all tokens went to the same experts
     rng = random.Random(6)
 
     def truth(shape):
-        return 0.02 + 0.06 * experts.covered_share(shape.num_tokens)
+        return 0.02 + 0.06 * experts.uniform_share(shape.num_tokens)
 
     shapes = [StepShape(n, 0) for n in (1, 8, 24, 64)]
     with_term, without = (fitted(truth, steps(rng, 300), CostModel(flat, shape)) for shape in (experts, None))

@@ -1,0 +1,153 @@
+"""Experts in host memory: a bounded number of each layer's lies on the device, and others are fetched.
+
+    layer     | gate | fetch what is missing | products of its experts | attention of the next layer | gate | …
+    copies           | missing here | what the next layer's gate makes of this layer's rows, ahead   |
+
+The least recently taken make room. A step that takes more experts than a cache holds runs in rounds. Copies keep their
+order, so the last one into a slot is what the slot holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from outrider.verifier_service.gpu.transfers import upload_rows
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # target on the device, source in host memory; of one shape and dtype
+Wait = Callable[[], object]  # return once a copy has arrived, or let the device wait for it
+
+
+class Copier(Protocol):
+    """Copies experts in the background, in the order of the calls."""
+
+    def copy(self, pairs: Sequence[Pair]) -> Wait: ...
+
+
+class ThreadCopier:
+    """A thread of the host, where the device is the host itself."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "experts")
+
+    def copy(self, pairs: Sequence[Pair]) -> Wait:
+        return self._thread.submit(_copy_all, pairs).result
+
+
+class StreamCopier:
+    """A stream beside the one that computes; sources lie in pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, pairs: Sequence[Pair]) -> Wait:
+        """What was launched before may still read the targets: the copy waits for it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        arrived = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            _copy_all(pairs)
+            arrived.record()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(arrived)
+
+
+def _copy_all(pairs: Sequence[Pair]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def copier_of(device: torch.device) -> Copier:
+    """Return a device's way to copy."""
+    return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
+
+
+@dataclass(slots=True)
+class FetchCounts:
+    """What a layer's steps took: distinct experts of each step."""
+
+    num_taken: int = 0
+    num_hits: int = 0  # on the device when the layer's gate asked for them, or on their way
+    num_fetched: int = 0  # copies, those ahead included
+
+
+class ExpertCache:
+    """One layer's experts: all in host memory, `num_slots` of them on the device."""
+
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, num_slots: int, device: torch.device, copier: Copier
+    ) -> None:
+        """`gate_up` [num_experts, 2 * inner_size, hidden_size], `down` [num_experts, hidden_size, inner_size].
+
+        Where the device is CUDA, they are copied into pinned memory.
+        """
+        is_pinned = device.type == "cuda"
+        self._host = tuple(part.contiguous().pin_memory() if is_pinned else part for part in (gate_up, down))
+        self.num_slots = min(num_slots, len(gate_up))
+        self._held = tuple(
+            torch.zeros(self.num_slots, *part.shape[1:], dtype=part.dtype, device=device) for part in self._host
+        )
+        self.gate_up, self.down = (part.transpose(1, 2) for part in self._held)  # by slot, as products want them
+        self.counts = FetchCounts()
+        self._device, self._copier = device, copier
+        self._slots: OrderedDict[int, int] = OrderedDict()  # by expert, the least recently taken first
+        self._free = [*range(self.num_slots)]
+        self._arrivals: dict[int, Wait] = {}  # by slot
+
+    def rounds(self, experts: Sequence[int]) -> list[list[int]]:
+        """Part a step's experts into rounds that fit, those on the device first."""
+        ordered = sorted(experts, key=lambda expert: expert not in self._slots)
+        self.counts.num_taken += len(experts)
+        self.counts.num_hits += sum(expert in self._slots for expert in experts)
+        return [ordered[start : start + self.num_slots] for start in range(0, len(ordered), self.num_slots)]
+
+    def fetch(self, experts: Sequence[int]) -> None:
+        """Begin to copy those that are not there, `num_slots` experts at most; the others of them stay meanwhile."""
+        assert len(experts) <= self.num_slots
+        for expert in experts:
+            if expert in self._slots:
+                self._slots.move_to_end(expert)
+        wanted = set(experts)
+        for expert in experts:
+            if expert not in self._slots:
+                slot = self._slots[expert] = self._free.pop() if self._free else self._vacated(wanted)
+                pairs = [(held[slot], host[expert]) for held, host in zip(self._held, self._host, strict=True)]
+                self._arrivals[slot] = self._copier.copy(pairs)
+                self.counts.num_fetched += 1
+
+    def _vacated(self, wanted: set[int]) -> int:
+        return self._slots.pop(next(expert for expert in self._slots if expert not in wanted))
+
+    def arrived(self, experts: Sequence[int]) -> torch.Tensor:
+        """Wait for a round's experts; return each expert's slot, `num_slots` for all others: int64 [num_experts]."""
+        slots = [self.num_slots] * len(self._host[0])
+        for expert in experts:
+            slots[expert] = slot = self._slots[expert]
+            if (wait := self._arrivals.pop(slot, None)) is not None:
+                wait()
+        return upload_rows(slots, self._device)
+
+
+def foreseen(rows: torch.Tensor, router: torch.Tensor, num_active: int) -> torch.Tensor:
+    """Return the experts that a later layer's router would choose for these rows: [num_tokens, num_active].
+
+    Hidden states change little from layer to layer (Libra, ICLR 2026).
+    """
+    return F.linear(rows, router).topk(num_active, dim=-1).indices
+
+
+def num_tokens_each(chosen: Sequence[torch.Tensor], num_experts: int) -> list[list[int]]:
+    """Read back how many tokens take each expert, of several choices [num_tokens, num_active] at once."""
+    experts = torch.stack([each.flatten() for each in chosen])
+    counts = torch.zeros(len(chosen), num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(1, experts, torch.ones_like(experts)).tolist()
+
+
+def likeliest(counts: Sequence[int], num_slots: int) -> list[int]:
+    """Return the experts that most tokens take, as many as fit."""
+    taken = [expert for expert, count in enumerate(counts) if count]
+    return sorted(taken, key=lambda expert: -counts[expert])[:num_slots]
