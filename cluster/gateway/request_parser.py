@@ -138,6 +138,11 @@ class ValidRequest:
     warnings: tuple[str, ...] = ()
     trace_parent: str | None = None  # `traceparent` of the request's span; None: not traced
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything of the request may be left behind for later ones."""
+        return self.history_key != ""
+
     def choices(self) -> list[GenerationRequest]:
         """Return one request per choice; the noise of seeded choices differs by the choice index."""
         return [

@@ -245,6 +245,7 @@ class GenerationRequest:
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
     session_id: str | None = None  # requests of one session share a prefix and prefer one verifier
+    is_background: bool = False  # runs only while the engine has no other request; for the KV that it leaves cached
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -382,6 +383,7 @@ class Request:
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: no target
     trace_parent: str | None = None
+    is_background: bool = False
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -414,6 +416,7 @@ class Request:
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             trace_parent=message.trace_parent,
+            is_background=message.is_background,
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )
 
