@@ -13,6 +13,7 @@ from outrider.cluster.common.api_keys import KeyPolicy
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.lossy import acceptance_rule
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
     MAX_TARGET_INTER_TOKEN_MS,
@@ -304,9 +305,10 @@ class RequestParser:
     def _acceptance(self, name: str | None) -> AcceptanceRule:
         if name is None:
             return self.model.acceptance
-        rules = [rule.value for rule in AcceptanceRule]
-        _require(name in rules, "rejection_sample_method", f"one of {', '.join(rules)}")
-        return AcceptanceRule(name)
+        try:
+            return acceptance_rule(name)
+        except ValueError as error:
+            raise InvalidRequest(f"rejection_sample_method {error}", "rejection_sample_method") from error
 
     def _logprobs_mode(self, request: RequestInput) -> LogprobsMode | None:
         """Return the mode; the model's is for requests with log probabilities alone: others may be lossy."""
