@@ -69,7 +69,7 @@ ROOMS = {
     ),
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
-    "cluster/common": "verifier_service/links",
+    "cluster/common": "verifier_service/messages verifier_service/links",
     "cluster/router": "common verifier_service/messages drafter_service/learning",
     "cluster/monitoring": "common router verifier_service/messages drafter_service/learning",
     "cluster/gateway": (

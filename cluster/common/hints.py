@@ -5,10 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from outrider.verifier_service.messages.lossy import refusal_of
+
 MAX_NAME_CHARS = 64  # a longer name is no typo, and comparing it takes long
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" with the closest known name, written with _ for -; without one, nothing."""
+    """Return "; did you mean 'NAME'?" with the closest known name, written with _ for -; without one, nothing.
+
+    For what is not served on purpose, return ": " and the reason.
+    """
+    if (reason := refusal_of(name[:MAX_NAME_CHARS])) is not None:
+        return f": {reason}"
     close = difflib.get_close_matches(name[:MAX_NAME_CHARS].replace("-", "_"), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

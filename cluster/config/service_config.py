@@ -100,6 +100,9 @@ class GatewayOptions(Options):
         None, "How MODEL marks what it thinks; split off as reasoning_content. Default: as for tool calls."
     )
     max_queued_requests: Positive = option(1024, "Most requests that wait per verifier; more are told to come back.")
+    next_turn_prefill: bool = option(
+        False, "After a chat's answer, prefill the beginning of its next turn while the verifier is idle."
+    )
     failover_timeout_s: Seconds = option(60.0, "Seconds that a request which lost its verifier waits for another.")
     ssl_certfile: str | None = option(None, "PEM: certificate of the HTTP and gRPC ports.")
     ssl_keyfile: str | None = option(None, "PEM: key of --ssl-certfile.")
@@ -173,6 +176,14 @@ class ServiceConfig(PoolsConfig):
         if opened is not None and not is_closed and self.host not in LOOPBACK:
             needed = "give --api-key or --ssl-ca-certs"
             raise ValueError(f"{opened}: on host {self.host} anyone could change the weights; {needed}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_next_turn(self) -> Self:
+        if self.gateway.next_turn_prefill and self.verifiers.engine == VLLM:
+            raise ValueError("next_turn_prefill: our own engine alone knows when it is idle")
+        if self.gateway.next_turn_prefill and not self.verifiers.enable_prefix_caching:
+            raise ValueError("next_turn_prefill: it needs enable_prefix_caching")
         return self
 
     @model_validator(mode="after")

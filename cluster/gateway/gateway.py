@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cluster.common.api_keys import shown_policy
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
+from outrider.cluster.gateway.next_turn import NextTurnPrefill, PrefillBackend
 from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, RequestParser, ValidRequest
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.text_codec import TextCodec
@@ -35,11 +36,13 @@ class Gateway:
         fleet_load: Callable[[], dict[str, Any]] = dict,  # JSON-ready
         tracing: Tracing | None = None,
         memory: RolloutMemory | None = None,  # of rollouts
+        prefills: PrefillBackend | None = None,  # None: no next turn is prefilled
     ) -> None:
         self.model = model
         self.memory = memory
         self.text = TextCodec(tokenizer)
         self.metrics = metrics
+        self.next_turn = None if prefills is None else NextTurnPrefill(model, self.text, prefills, metrics)
         self.is_draining = False
         self._parser = RequestParser(model, self.text)
         self._fleet_load = fleet_load

@@ -14,6 +14,7 @@ from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.lossy import acceptance_rule
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
     MAX_TARGET_INTER_TOKEN_MS,
@@ -141,6 +142,11 @@ class ValidRequest:
     warnings: tuple[str, ...] = ()
     kv_transfer: KVTransfer = NO_TRANSFER
     trace_parent: str | None = None  # `traceparent` of the request's span; None: not traced
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything of the request may be left behind for later ones."""
+        return self.history_key != ""
 
     def choices(self) -> list[GenerationRequest]:
         """Return one request per choice; the noise of seeded choices differs by the choice index."""
@@ -314,9 +320,10 @@ class RequestParser:
     def _acceptance(self, name: str | None) -> AcceptanceRule:
         if name is None:
             return self.model.acceptance
-        rules = [rule.value for rule in AcceptanceRule]
-        _require(name in rules, "rejection_sample_method", f"one of {', '.join(rules)}")
-        return AcceptanceRule(name)
+        try:
+            return acceptance_rule(name)
+        except ValueError as error:
+            raise InvalidRequest(f"rejection_sample_method {error}", "rejection_sample_method") from error
 
     def _logprobs_mode(self, request: RequestInput) -> LogprobsMode | None:
         """Return the mode; the model's is for requests with log probabilities alone: others may be lossy."""

@@ -64,14 +64,23 @@ class RouterClient:
         return assignment
 
     def _route_alone(self, ask: RouteAsk) -> Assignment | None:
+        assignment = self.place_of(ask)
+        if assignment is not None and self.snapshot is not None:
+            self.snapshot = with_assignment(self.snapshot, assignment)
+        return assignment
+
+    def place_of(self, ask: RouteAsk) -> Assignment | None:
+        """Return where a request would go by the last snapshot; None: there is no verifier."""
         if self.snapshot is None:
             return None
         try:
-            assignment = route(self.snapshot, ask, time.time(), self._policy)
+            return route(self.snapshot, ask, time.time(), self._policy)
         except NoVerifierError:
             return None
-        self.snapshot = with_assignment(self.snapshot, assignment)
-        return assignment
+
+    @property
+    def num_verifiers(self) -> int:
+        return 0 if self.snapshot is None else len(self.snapshot.verifiers)
 
     def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | Unavailable | None:
         """Return why a new request is refused, by the last snapshot; None: it is admitted."""
@@ -232,6 +241,30 @@ class RoutedBackend:
                 run.is_first = False
             if journal.finish_reason is None:
                 yield journal.last_output()
+
+    async def prefill(self, request: GenerationRequest) -> RequestOutput | None:
+        """Have a background request's prompt computed by the verifier that requests which begin with it go to.
+
+        It is not counted as load. Return its output, of one token; None: it is not known where they go. Raises
+        `Unavailable` if the verifier is lost, `InvalidRequest` if it refuses.
+        """
+        is_known = request.session_id is not None or len(request.prompt_token_ids) >= AFFINITY_PREFIX_TOKENS
+        name = internal_id(self._gateway_id, next(self._serial), request.request_id)
+        ask = RouteAsk(
+            request_id=name,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_speculative_tokens=0,
+            affinity_key=affinity_key(request, in_rollouts=self._model.rollouts),
+        )
+        assignment = self._router.place_of(ask) if is_known or self._router.num_verifiers == 1 else None
+        if assignment is None:
+            return None
+        message = dataclasses.replace(request, request_id=name)
+        try:
+            async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
+                return await anext(outputs)
+        except _VerifierLost as loss:
+            raise Unavailable(str(loss)) from loss
 
     def _admit(self, request: GenerationRequest) -> None:
         refusal = self._router.refusal(

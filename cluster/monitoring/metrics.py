@@ -155,6 +155,19 @@ NUM_ACCEPTED_PER_POSITION = Definition(
     labels=(*LABELS, "position"),
     has_alias=True,
 )
+NEXT_TURN_PREFILLS = Definition(
+    name="next_turn_prefills",
+    kind="counter",
+    formula="Chats that ended with --next-turn-prefill on; outcome done: the beginning of the next turn is cached, "
+    "late: no verifier was idle in time, failed: by an error, skipped: it is too long, its verifier is not known, or "
+    "too many others are under way",
+    labels=(*LABELS, "outcome"),
+)
+NEXT_TURN_TOKENS = Definition(
+    name="next_turn_prefilled_tokens",
+    kind="counter",
+    formula="Tokens computed ahead: over prefills that are done, tokens of the beginning - those found in the cache",
+)
 GATEWAY_DEFINITIONS = (
     SUCCESS,
     FAILURES,
@@ -173,6 +186,8 @@ GATEWAY_DEFINITIONS = (
     NUM_DRAFT_TOKENS,
     NUM_ACCEPTED_TOKENS,
     NUM_ACCEPTED_PER_POSITION,
+    NEXT_TURN_PREFILLS,
+    NEXT_TURN_TOKENS,
 )
 
 
@@ -234,6 +249,11 @@ class GatewayMetrics:
         self._count(NUM_ACCEPTED_TOKENS, speculation.num_accepted_tokens)
         for position, num_accepted in enumerate(speculation.num_accepted_per_position):
             self._count(NUM_ACCEPTED_PER_POSITION, num_accepted, position=str(position))
+
+    def next_turn_ended(self, outcome: str, num_tokens: int = 0) -> None:
+        """Count a chat whose next turn was to be prefilled, and the tokens that were computed for it."""
+        self._count(NEXT_TURN_PREFILLS, 1, outcome=outcome)
+        self._count(NEXT_TURN_TOKENS, num_tokens)
 
     def _count(self, definition: Definition, amount: float, **labels: str) -> None:
         self._counters[definition].labels(**self._labels, **labels).inc(amount)

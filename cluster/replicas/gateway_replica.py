@@ -104,6 +104,7 @@ class GatewayReplica:
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
             memory=memory,
+            prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         shared = SharedMetrics(registry, fleet)
@@ -190,6 +191,8 @@ class GatewayReplica:
             drains.append(self._https_server.drain(self._drain_timeout_s))
         await asyncio.gather(*drains)
         await self._tasks.stop()
+        if self._gateway.next_turn is not None:
+            await self._gateway.next_turn.close()
         await self._backend.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from outrider.verifier_service.messages.draft import require
+from outrider.verifier_service.messages.lossy import acceptance_rule
 from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.messages.tensor_route import Transport
 from outrider.verifier_service.model.config import Dtype
@@ -69,6 +70,10 @@ def _named_method(value: Any) -> Any:
     return METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
+def _named_rule(value: Any) -> Any:
+    return acceptance_rule(value) if isinstance(value, str) else value
+
+
 def _object_text(value: Any) -> str:
     """Return a plug-in's options as text, the same for equal ones."""
     if value == "":
@@ -96,7 +101,7 @@ class SpeculativeConfig:
     tree_method: Literal["sampled", "top_k"] = "sampled"
     # greedy: every draft the drafter's likeliest, as a point mass
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    rejection_sample_method: AcceptanceRule = AcceptanceRule.STANDARD
+    rejection_sample_method: Annotated[AcceptanceRule, BeforeValidator(_named_rule)] = AcceptanceRule.STANDARD
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
     prompt_lookup_max: int = 5

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.next_turn import PrefillBackend
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.metrics import GatewayMetrics
@@ -180,6 +181,7 @@ def build_gateway(
     hands_over: bool = False,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
+    prefills: PrefillBackend | None = None,
 ) -> Gateway:
     model = ModelInfo(
         name="tiny",
@@ -194,7 +196,9 @@ def build_gateway(
         hands_over=hands_over,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-    return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory)
+    return Gateway(
+        model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory, prefills=prefills
+    )
 
 
 def says(tokenizer: PreTrainedTokenizerFast, text: str) -> list[list[int]]:

@@ -199,9 +199,10 @@ class VerifierEngine:
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless all books agree and nothing is kept of a finished request."""
         self.scheduler.check_integrity()
-        assert {request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)} == {
-            *self._requests
-        }, "the scheduler's requests are not the engine's"
+        known = (*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.background)
+        assert {request.request_id for request in known} == {*self._requests}, (
+            "the scheduler's requests are not the engine's"
+        )
         kept = self._extras.request_ids | self.drafting.request_ids | self.pricing.request_ids
         kept |= self.mask_rows.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"

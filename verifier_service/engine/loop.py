@@ -290,7 +290,8 @@ def engine_load(
 ) -> EngineLoad:
     """Return the engine's load report; `drafts` is its client for drafters behind links, if it has one."""
     scheduler, drafting = engine.scheduler, engine.drafting
-    running, waiting = scheduler.running, scheduler.waiting
+    running = [request for request in scheduler.running if not request.is_background]  # it is no load
+    waiting = scheduler.waiting
     return EngineLoad(
         num_running=len(running),
         num_waiting=scheduler.num_waiting,

@@ -249,6 +249,7 @@ class GenerationRequest:
     session_id: str | None = None  # requests of one session share a prefix and prefer one verifier
     hands_over: bool = False  # after its first token it stands still, for another verifier to take it
     kv_source: KVSource | None = None  # its KV is there: take it over, or end as `NOT_TAKEN`
+    is_background: bool = False  # runs only while the engine has no other request; for the KV that it leaves cached
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -392,6 +393,7 @@ class Request:
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: no target
     trace_parent: str | None = None
+    is_background: bool = False
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -428,6 +430,7 @@ class Request:
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             trace_parent=message.trace_parent,
             hands_over=message.hands_over,
+            is_background=message.is_background,
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )
 

@@ -6,6 +6,7 @@ chunked prefill, prefix-cache hit, decode and verification differ only in how fa
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledReq
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
 
 PRIORITY_STEP_S = 5.0  # one level of priority counts as so many seconds of earlier arrival
+BACKGROUND_TOKENS = 64  # of background requests per step: an arrival waits for one such step at most
 MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs; a row is as wide as the vocabulary
 
 
@@ -71,6 +73,9 @@ class Scheduler:
 
     Siblings (one prompt, one `group_id`) share the prompt's blocks. While one computes them, the others are parked
     outside of the queue and block no other request.
+
+    A background request runs only while there are no others: the next step after an arrival preempts it. The blocks
+    that it has filled stay in the prefix cache, so it goes on from there once the others have finished.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, admission: Admission | None = None) -> None:
@@ -84,6 +89,8 @@ class Scheduler:
         self._num_added = 0
         self._running: list[Request] = []  # most senior first
         self._waiting = WaitingQueue()
+        self._background = WaitingQueue()  # background requests without KV
+        self._num_background = 0  # with KV or without
         self._groups = PromptGroups()
         self._arrived: list[tuple[Request, int]] = []  # admitted with KV of another verifier; see `take_arrived`
         self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted tree paths
@@ -105,12 +112,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The requests without KV, most senior first: O(n log n)."""
+        """The requests without KV, background requests left out, most senior first: O(n log n)."""
         return tuple(sorted([*self._waiting, *self._groups.parked], key=self._seniority_of))
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self._running)
+        return len(self._requests) - len(self._running) - len(self._background)
+
+    @property
+    def background(self) -> Sequence[Request]:
+        """The background requests without KV, in the order of arrival."""
+        return tuple(self._background)
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -133,7 +145,8 @@ class Scheduler:
                 f"the whole pool has {self._pool.num_blocks}"
             )
         self._requests[request.request_id] = request
-        seniority_s = request.arrival_s + request.priority * PRIORITY_STEP_S
+        seniority_s = math.inf if request.is_background else request.arrival_s + request.priority * PRIORITY_STEP_S
+        self._num_background += request.is_background
         self._seniority[request.request_id] = (seniority_s, self._num_added)
         self._num_added += 1
         self._groups.add(request)
@@ -147,8 +160,9 @@ class Scheduler:
         if request.block_table:
             self._running.remove(request)
             self._free(request)
-        elif self._seniority_of(request) in self._waiting:
-            self._waiting.discard(self._seniority_of(request))
+        elif self._seniority_of(request) in (queue := self._queue_of(request)):
+            queue.discard(self._seniority_of(request))
+        self._num_background -= request.is_background
         self._groups.remove(request)
         del self._seniority[request_id]
         return request
@@ -159,6 +173,10 @@ class Scheduler:
         Commit or remove every scheduled request before the next call; otherwise it computes the same tokens again.
         """
         step = _Step(budget=self._config.max_num_batched_tokens)
+        if self._is_idle:
+            step.budget = min(step.budget, BACKGROUND_TOKENS)
+        else:
+            self._preempt_background()
         self._schedule_running(step, now_s)
         if not step.preempted:  # after a preemption the pool has no room for new requests
             self._admit_waiting(step)
@@ -265,7 +283,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, block tables and pool agree."""
-        waiting = self.waiting
+        waiting = (*self.waiting, *self._background)
+        assert self._num_background == sum(request.is_background for request in self._requests.values())
         assert {*self._running, *waiting} == {*self._requests.values()}, "the queues are not what was added"
         assert len(self._running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert self._running == sorted(self._running, key=self._seniority_of), "the running are not in order"
@@ -292,9 +311,17 @@ class Scheduler:
     def _seniority_of(self, request: Request) -> Seniority:
         return self._seniority[request.request_id]
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there are no requests but background requests."""
+        return len(self._requests) == self._num_background
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self._background if request.is_background else self._waiting
+
     def _enqueue(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._waiting.push(self._seniority_of(request), request)
+            self._queue_of(request).push(self._seniority_of(request), request)
 
     def _schedule_running(self, step: _Step, now_s: float) -> None:
         index = 0  # not `for`: preemption shortens the list from its end
@@ -307,16 +334,17 @@ class Scheduler:
                 self._schedule_request(request, step)
 
     def _admit_waiting(self, step: _Step) -> None:
+        queue = self._background if self._is_idle else self._waiting
         while step.budget and len(self._running) < self._config.max_num_seqs:
-            request = self._waiting.first()
+            request = queue.first()
             if request is None:
                 return
             if self._park(request):
-                self._waiting.pop()
+                queue.pop()
                 continue
             if not self._take_prefix(request):
                 return
-            self._waiting.pop()
+            queue.pop()
             insort(self._running, request, key=self._seniority_of)
             self._groups.enter(request)
             if request.arrived is None:
@@ -347,7 +375,7 @@ class Scheduler:
 
     def _count_prefix(self, request: Request) -> None:
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self._config.enable_prefix_caching:
+        if self._config.enable_prefix_caching and not request.is_background:
             self.num_prefix_queried_tokens += request.num_tokens
             self.num_prefix_hit_tokens += request.num_computed_tokens
 
@@ -427,13 +455,17 @@ class Scheduler:
         request = self._running.pop()
         self._free(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.num_preemptions += not request.is_background
         if request.draft is not None:
             request.metrics.num_cut_tokens += len(request.draft.token_ids)
         request.draft = None
         request.hold_until_s = request.stands_until_s = None
         self._enqueue([request])
         return request
+
+    def _preempt_background(self) -> None:
+        while self._running and self._running[-1].is_background:
+            self._preempt()
 
     def _max_total_tokens(self, request: Request) -> int:
         return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)

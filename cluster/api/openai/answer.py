@@ -38,6 +38,7 @@ class Answer:
     names_ids: bool = False
     requests: list[ValidRequest] = field(default_factory=list)
     reader: Callable[[], ReplyReader | None] = lambda: None  # one reader per choice
+    follow: Callable[[str], None] | None = None  # of every choice: see `ShownChoice`
     id: str = ""
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class Answer:
             return_token_ids=self.return_token_ids,
             names_ids=self.names_ids,
             reader=self.reader(),
+            follow=self.follow,
         )
 
     def _envelope(self, object_name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

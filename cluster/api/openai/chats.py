@@ -26,7 +26,8 @@ class Chats:
     async def open(self, answer: Answer, body: ChatBody) -> None:
         """Set an answer's request and reader; raises `InvalidRequest` naming the field."""
         text, use = answer.gateway.text, body.tool_use()
-        prompt = await text.render_chat(template_input(body.messages), **body.template_fields(use.tools))
+        messages, fields = template_input(body.messages), body.template_fields(use.tools)
+        prompt = await text.render_chat(messages, **fields)
         request = body.input(answer.id, prompt)
         calls = self._calls_structure(request, use, answer)
         answer.reader = functools.partial(self.syntax.reader, prompt, use, is_constrained=calls is not None)
@@ -39,6 +40,8 @@ class Chats:
             skip_special_tokens=False if shows_special else request.skip_special_tokens,
         )
         answer.requests = [await answer.gateway.parse(request)]
+        if answer.gateway.next_turn is not None and fields["add_generation_prompt"]:
+            answer.follow = functools.partial(answer.gateway.next_turn.begin, answer.requests[0], messages, fields)
 
     def _calls_structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> NamedStructure | None:
         if not use.callable_tools:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,8 @@ class ShownChoice:
     num_reasoning_tokens: int = 0
     num_chars: int = 0  # of text shown before
     is_begun: bool = False
+    follow: Callable[[str], None] | None = None  # called with the whole content at its end, if no tool was called
+    _content: list[str] = field(default_factory=list)  # so far, if there is `follow`
 
     def take(self, chunk: GatewayChunk) -> None:
         """Read the next chunk into `said`."""
@@ -95,6 +97,16 @@ class ShownChoice:
             texts = (token.text for token in chunk.tokens)
             self.said = self.reader.read(texts, is_last=chunk.finish_reason is not None)
         self.num_reasoning_tokens += self.said.num_reasoning_tokens
+        if self.follow is not None:
+            self._take_content(self.follow, chunk)
+
+    def _take_content(self, follow: Callable[[str], None], chunk: GatewayChunk) -> None:
+        if self.said.calls:
+            self.follow = None  # the next message is the tool's
+            return
+        self._content.append(self.said.content)
+        if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            follow("".join(self._content))
 
     def advance(self, text: str) -> None:
         self.is_begun = True

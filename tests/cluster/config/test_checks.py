@@ -29,6 +29,8 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
         ),
         ({"engine": "vllm", "engine_kwargs": {"tensor_parallel_size": 2}}, "engine_kwargs: tensor_parallel_size"),
         ({"engine": "vllm", "speculative_config": {"rejection_sample_method": "typical"}}, "rejection_sample_method"),
+        ({"engine": "vllm", "next_turn_prefill": True}, "next_turn_prefill: our own engine"),
+        ({"next_turn_prefill": True, "enable_prefix_caching": False}, "next_turn_prefill: it needs enable_prefix_ca"),
         ({"engine": "vllm", "speculative_config": {"method": "eagle3", "num_tree_nodes": 8}}, "num_tree_nodes"),
         (
             {"engine": "vllm", "drafter_pools": [{"name": "x", "method": "eagle3", "num_tree_nodes": 8}]},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -1262,6 +1263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "priority": st.integers(-2, 2),
                 "cache_salt": st.sampled_from(["", "salt"]),
                 "prompt_logprobs": st.sampled_from([None, None, 0]),
+                "is_background": st.sampled_from([False, False, False, True]),
             }
         ),
     )
@@ -1379,7 +1381,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler._pool.check_integrity([])
 
     def pick(self, data) -> Request:
-        return data.draw(st.sampled_from([*self.scheduler.running, *self.scheduler.waiting]))
+        here = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.background]
+        return data.draw(st.sampled_from(here))
 
     def run_step(self, cancel: Request | None = None) -> bool:
         is_free = any(r.hold_until_s is None for r in self.scheduler.running[:1])
@@ -1417,6 +1420,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_schedule(self, schedule: Schedule) -> None:
         self.check_order(schedule)
+        kinds = {item.request.is_background for item in schedule.items}
+        is_idle = all(request.is_background for request in self.scheduler._requests.values())
+        assert kinds == {is_idle}, "a background request runs beside another"
         assert schedule.batch.num_tokens <= self.config.max_num_batched_tokens
         scheduled = {item.request.request_id for item in schedule.items}
         assert not scheduled & {request.request_id for request in schedule.preempted}
@@ -1450,6 +1456,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def seniority(request: Request) -> float:
+        if request.is_background:
+            return math.inf
         return request.arrival_s + request.priority * PRIORITY_STEP_S  # `sorted` keeps arrivals in order
 
     def commit(self, item: ScheduledRequest, outputs: list[int]) -> None:
