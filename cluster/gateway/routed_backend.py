@@ -260,11 +260,13 @@ class RoutedBackend:
         if assignment is None:
             return None
         message = dataclasses.replace(request, request_id=name)
+        leg = self._leg(assignment.verifier_id, assignment.endpoint, message)
         try:
-            async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
-                return await anext(outputs)
-        except _VerifierLost as loss:
+            return await leg.next()
+        except VerifierLost as loss:
             raise Unavailable(str(loss)) from loss
+        finally:
+            await leg.close()
 
     def _admit(self, request: GenerationRequest) -> None:
         refusal = self._router.refusal(
@@ -345,8 +347,10 @@ class RoutedBackend:
         if prefill is own:
             leg = self._leg(*own, message)
         else:  # drafts are for the taker: the giver draws one token
-            giving = {"request_id": self._new_name(message), "plan": SpeculationPlan(), "hands_over": True}
-            leg = self._leg(*prefill, dataclasses.replace(message, **giving))
+            giving = dataclasses.replace(
+                message, request_id=self._new_name(message), plan=SpeculationPlan(), hands_over=True
+            )
+            leg = self._leg(*prefill, giving)
             taker = self._leg(*own, journal.continuation(name, plan, leg.place))
         return Journey(
             leg=leg,

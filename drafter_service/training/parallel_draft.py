@@ -34,8 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, parse_mask_token_id
 from outrider.drafter_service.target.tidar_drafter import BLOCK_KEY
 from outrider.drafter_service.training.corpus_windows import TokenStream
-from outrider.drafter_service.training.draft_model import DraftModelPupil
-from outrider.drafter_service.training.export import export
+from outrider.drafter_service.training.draft_model import DraftModelPupil, export
 from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.pupil import num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
@@ -117,7 +116,8 @@ class TidarPupil:
         """Begin with the target, or with one that was taught before."""
         model: Any = copy.deepcopy(teacher.model).float().requires_grad_()
         if init_from is not None:
-            model = AutoModelForCausalLM.from_pretrained(init_from, dtype=torch.float32).to(teacher.device)
+            model = AutoModelForCausalLM.from_pretrained(init_from, dtype=torch.float32)
+        model.to(teacher.device)
         return cls(model, teacher, tokenizer, stream, num_positions)
 
     def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:

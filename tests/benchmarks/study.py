@@ -16,9 +16,9 @@ from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
+from benchmarks.experts.study import experts
 from benchmarks.kv.study import kv
 from benchmarks.masks.tidar import tidar
-from benchmarks.experts.study import experts
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router

@@ -132,7 +132,7 @@ class VerifierEngine:
 
     def use_masks(self, blocks: MaskBlocks) -> None:
         """Have masks in steps, for a drafter in this process, and price its drafts with them."""
-        self.scheduler.masks, self.pricing.masked = MaskPlanner(blocks), MaskedDrafts(blocks)
+        self.scheduler.shares.masks, self.pricing.masked = MaskPlanner(blocks), MaskedDrafts(blocks)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; an unknown id (already finished) is no error."""
@@ -339,7 +339,7 @@ class VerifierEngine:
         self._extras.keep_prompt_logprobs(outcomes, step.logits)
         note_predictions(outcomes, step.logits, wants=lambda request: self.drafting.needs_of(request).predictions)
         note_target_rows(outcomes, step.logits, self._num_top)
-        if self.scheduler.masks is not None:
+        if self.scheduler.shares.masks is not None:
             self.mask_rows.note(outcomes, step.logits)
 
     def _num_top(self, request: Request) -> int:

@@ -10,16 +10,14 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.verifier_service.messages.batch import slot_of
-from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.block_tables import BlockTables
+from outrider.verifier_service.scheduling.draft_shares import Admission, DraftShares
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
-from outrider.verifier_service.scheduling.masks import MaskPlanner, PlacedMasks
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
-from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch, first_nodes
+from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
 
 PRIORITY_STEP_S = 5.0  # one level of priority counts as so many seconds of earlier arrival
@@ -42,16 +40,6 @@ class SchedulerConfig:
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}")
-
-
-class Admission(Protocol):
-    """Decides how much of a draft is verified."""
-
-    def admit(self, request: Request, draft: Draft) -> Draft:
-        """Return the part of a draft to verify; its length must not depend on tokens drawn beyond it."""
-
-    def drafts_on(self, request: Request) -> bool:
-        """Return whether a draft is wanted after the request's next step, as far as is known."""
 
 
 @dataclass(slots=True)
@@ -81,7 +69,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool, admission: Admission | None = None) -> None:
         """Without `admission`, drafts are cut only to what fits."""
         self._config = config
-        self._admission = admission
         self._pool = pool
         self._tables = BlockTables(pool, config.enable_prefix_caching)
         self._requests: dict[str, Request] = {}
@@ -94,7 +81,7 @@ class Scheduler:
         self._groups = PromptGroups()
         self._arrived: list[tuple[Request, int]] = []  # admitted with KV of another verifier; see `take_arrived`
         self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted tree paths
-        self.masks: MaskPlanner | None = None  # for drafts by masks, of every request that has drafts
+        self.shares = DraftShares(config.max_model_len, admission)
         self.num_preemptions = 0
         # counted at the first admission, as in vLLM; a sibling's prompt is a hit, too
         self.num_prefix_queried_tokens = 0
@@ -138,7 +125,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is already here")
         self._check_lengths(request)
         # The last token needs no KV: nothing follows it.
-        num_blocks = self._pool.num_blocks_for(self._max_total_tokens(request) - 1)
+        num_blocks = self._pool.num_blocks_for(self.shares.max_total_tokens(request) - 1)
         if num_blocks > self._pool.num_blocks:
             raise ValueError(
                 f"prompt and max_tokens need {num_blocks} KV blocks of {self._pool.block_size} tokens, "
@@ -238,8 +225,8 @@ class Scheduler:
             assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, at most {max_committed}"
             self._move_path(request, (path or ())[: len(committed) - 1])
             request.token_ids.extend(committed)
-            if self.masks is not None and path is not None:
-                self.masks.observe(max_committed - 1, len(path))
+            if self.shares.masks is not None and path is not None:
+                self.shares.masks.observe(max_committed - 1, len(path))
             request.num_computed_tokens = request.num_tokens - 1
             request.draft = None
             request.hold_until_s = None
@@ -305,7 +292,7 @@ class Scheduler:
                 f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 "
                 f"and leave room for one more within the model's maximum of {self._config.max_model_len}"
             )
-        if request.num_tokens >= self._max_total_tokens(request):
+        if request.num_tokens >= self.shares.max_total_tokens(request):
             raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")
 
     def _seniority_of(self, request: Request) -> Seniority:
@@ -395,12 +382,10 @@ class Scheduler:
             return
         samples = num_new == num_left
         num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
-        draft = self._cut_draft(request, min(step.budget, room) - num_new) if samples else None
+        draft = self.shares.cut_draft(request, min(step.budget, room) - num_new) if samples else None
         num_new += len(draft.token_ids) if draft else 0
-        masks: PlacedMasks | None = None
-        if self.masks is not None and samples:
-            masks = self._place_masks(request, draft, min(step.budget, room) - num_new)
-            num_new += masks.num_tokens if masks is not None else 0
+        masks = self.shares.place_masks(request, draft, min(step.budget, room) - num_new) if samples else None
+        num_new += masks.num_tokens if masks is not None else 0
         step.copies += self._tables.reserve(request, num_new)
         step.budget -= num_new
         step.num_prompt_rows_left -= num_prompt_rows
@@ -414,41 +399,6 @@ class Scheduler:
                 masks=masks,
             )
         )
-
-    def _place_masks(self, request: Request, draft: Draft | None, num_fitting: int) -> PlacedMasks | None:
-        """Return the masks of a request's step, if its next draft is wanted and is to be made by masks."""
-        if self.masks is None or not self._drafts_by_masks(request):
-            return None
-        num_left = self._max_total_tokens(request) - request.num_tokens
-        # after the accepted and the drawn token, a draft needs two places: its own and that of the bonus token
-        max_count = min(num_left - 3, self._config.max_model_len - self.masks.blocks.length - request.num_tokens)
-        num_drafted = len(draft.token_ids) if draft is not None else 0
-        return self.masks.place(num_drafted, num_fitting=num_fitting, max_count=max_count)
-
-    def _drafts_by_masks(self, request: Request) -> bool:
-        plan = request.plan
-        if plan.draft_length == 0 or plan.drafter_id not in (None, LOCAL_DRAFTER_ID):
-            return False
-        is_asked_for = self._admission is None or self._admission.drafts_on(request)
-        return request.sampling.num_speculative_tokens != 0 and is_asked_for
-
-    def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
-        """Return the part of a request's draft that this step verifies; count the tokens that are cut.
-
-        The cut depends on counts and on what precedes it, never on tokens drawn at or after it: that would bias the
-        committed tokens of a sampled draft (docs/architecture.md, "The trap"). So an id outside the vocabulary stays
-        in and is verified with target probability 0.
-        """
-        draft = request.draft
-        if draft is None or not draft.token_ids:
-            return None
-        assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
-        # One place is left for the recovered or bonus token.
-        max_depth = self._max_total_tokens(request) - request.num_tokens - 1
-        paying = draft if self._admission is None else self._admission.admit(request, draft)
-        kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
-        request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
-        return kept if kept.token_ids else None
 
     def _preempt(self) -> Request:
         """Free the least senior running request's KV and queue it again; its prompt and output will be recomputed."""
@@ -466,9 +416,6 @@ class Scheduler:
     def _preempt_background(self) -> None:
         while self._running and self._running[-1].is_background:
             self._preempt()
-
-    def _max_total_tokens(self, request: Request) -> int:
-        return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
 
     def _free(self, request: Request) -> None:
         """Free a running request's KV and queue the siblings that were parked for it."""

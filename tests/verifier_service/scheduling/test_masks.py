@@ -20,7 +20,7 @@ BLOCK_SIZE = 4
 def make_scheduler(num_blocks: int = 16, blocks: MaskBlocks = BLOCKS, **limits: int) -> Scheduler:
     config = SchedulerConfig(**{"max_model_len": 64, "vocab_size": 100, **limits})
     scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE))
-    scheduler.masks = MaskPlanner(blocks)
+    scheduler.shares.masks = MaskPlanner(blocks)
     return scheduler
 
 
