@@ -34,7 +34,7 @@ def register_with(
     `handle_ngram` sets SGLang's arguments for NGRAM, which are ours: width, number of requests, devices.
     """
 
-    class PoolAlgorithm(custom):  # type: ignore[misc]
+    class PoolAlgorithm(custom):
         def is_ngram(self) -> bool:
             return True
 

@@ -111,7 +111,7 @@ def pool_worker(
     """
     refuse_other_worker(base)
 
-    class PoolWorker(base):  # type: ignore[misc]
+    class PoolWorker(base):
         def __init__(self, server_args: Any, *arguments: Any, target_worker: Any, **named: Any) -> None:
             super().__init__(server_args, *arguments, target_worker=target_worker, **named)
             width = server_args.speculative_num_draft_tokens
