@@ -114,10 +114,12 @@ class TidarPupil:
         init_from: Path | None = None,
     ) -> TidarPupil:
         """Begin with the target, or with one that was taught before."""
-        model: Any = copy.deepcopy(teacher.model).float().requires_grad_()
-        if init_from is not None:
-            model = AutoModelForCausalLM.from_pretrained(init_from, dtype=torch.float32).to(teacher.device)
-        return cls(model, teacher, tokenizer, stream, num_positions)
+        model: Any
+        if init_from is None:
+            model = copy.deepcopy(teacher.model).float().requires_grad_()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(init_from, dtype=torch.float32)
+        return cls(model.to(teacher.device), teacher, tokenizer, stream, num_positions)
 
     def loss(self, lesson: Lesson) -> Tensor:
         """Return the divergence from the target's law, of the next token and of those guessed."""
