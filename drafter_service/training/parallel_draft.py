@@ -114,11 +114,12 @@ class TidarPupil:
         init_from: Path | None = None,
     ) -> TidarPupil:
         """Begin with the target, or with one that was taught before."""
-        model: Any = copy.deepcopy(teacher.model).float().requires_grad_()
-        if init_from is not None:
+        model: Any
+        if init_from is None:
+            model = copy.deepcopy(teacher.model).float().requires_grad_()
+        else:
             model = AutoModelForCausalLM.from_pretrained(init_from, dtype=torch.float32)
-        model.to(teacher.device)
-        return cls(model, teacher, tokenizer, stream, num_positions)
+        return cls(model.to(teacher.device), teacher, tokenizer, stream, num_positions)
 
     def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         """Return the loss of the next token and of those guessed, beside the target's law."""

@@ -139,9 +139,9 @@ class DraftPricing:
         if self.masked is not None and bound and not is_pinned and drafter_id == LOCAL_DRAFTER_ID:
             kept, survivals = self._kept(request, drafter_id), self.survival.survivals(request_id, drafter_id, bound)
             known = self._level.cost, self._base, survivals
-            num_masked = self.masked.ask_length(request_id, *known, self._probes, kept.num_rounds_off)
-            kept.num_rounds_off = 0 if num_masked else kept.num_rounds_off + 1
-            return self._begin_decided_round(request, drafter_id, bound, num_masked, RoundKind.MASKED)
+            num_asked = self.masked.ask_length(request_id, *known, self._probes, kept.num_rounds_off)
+            kept.num_rounds_off = 0 if num_asked else kept.num_rounds_off + 1
+            return self._begin_decided_round(request, drafter_id, bound, num_asked, RoundKind.MASKED)
         if needs.is_found and bound and not is_pinned:
             length = self._found.ask_length(self._level, self._base, bound)
             if length is not None:
