@@ -35,7 +35,7 @@ EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
-    *("acceptance", "adaptive", "ahead", "clients", "device", "drift", "exact", "far", "follow"),
+    *("acceptance", "adaptive", "ahead", "apart", "clients", "device", "drift", "exact", "far", "follow"),
     *("poison", "policy", "pricing", "rollouts", "router", "step", "updates", "usual", "vllm-pool"),
 )
 

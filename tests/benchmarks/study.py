@@ -16,6 +16,7 @@ from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
+from benchmarks.handover.apart import apart
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
@@ -32,6 +33,7 @@ STUDIES = (
     acceptance,
     adaptive,
     ahead,
+    apart,
     clients,
     device,
     drift,
@@ -55,7 +57,8 @@ def study() -> None:
     """Measure what only developers ask.
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
+    every fixed draft length; ahead: drafting while the verifier verifies; apart: prefill and
+    decode on verifiers of their own, under streams and long prompts; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
     kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
     drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
