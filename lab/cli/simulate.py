@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
 NAME = "simulate"  # of the work, as it is shown
-PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV = "plan", "break-even", "fleet", "load", "day", "kv"
+PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART = "plan", "break-even", "fleet", "load", "day", "kv", "apart"
 # The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
 BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
 
 _OPTIONS = (
     click.option(
         "--study",
-        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV]),
+        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART]),
         default=PLAN,
         show_default=True,
         help="plan: how many of each for --qps, and at what price. break-even: from which price, acceptance and link "
         "on drafters of their own pay, by the arithmetic of a round. fleet: one fleet. load: every way to set draft "
-        "lengths at --loads. day: pools that scale over a day of --qps on average. kv: the KV that drafts save.",
+        "lengths at --loads. day: pools that scale over a day of --qps on average. kv: the KV that drafts save. "
+        "apart: one verifier that prefills and one that decodes beside two that do both.",
     ),
     click.option("--accelerator", type=click.Choice(BIG), default="H100", show_default=True),
     click.option(
@@ -297,6 +298,18 @@ def _day(
     return day_table(found), found
 
 
+def _apart(plot_file: Path | None, *, duration_s: float, seed: int, **options: Any) -> tuple[RenderableType, Any]:
+    from outrider.lab.simulate.apart import study_apart
+    from outrider.lab.simulate.report import apart_table
+
+    if plot_file is not None:
+        raise ValueError("--plot: apart has none")
+    with show_work(NAME, None) as on_work:
+        on_run = _counting(on_work)
+        rows = study_apart(_system(**options), _load(**options), duration_s=duration_s, seed=seed, on_run=on_run)
+    return apart_table(rows), rows
+
+
 _STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     PLAN: _plan,
     BREAK_EVEN: _break_even,
@@ -304,6 +317,7 @@ _STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     LOAD: _loads,
     DAY: _day,
     KV: _kv,
+    APART: _apart,
 }
 
 

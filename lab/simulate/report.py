@@ -13,6 +13,7 @@ from rich.text import Text
 
 from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.simulate import figures as simulate_figures
+from outrider.lab.simulate.apart import ApartRow
 from outrider.lab.simulate.break_even import BreakEven
 from outrider.lab.simulate.figures import RunFigures
 from outrider.lab.simulate.kv import KvRow, KvStudy, PipelineRow
@@ -56,6 +57,32 @@ def fleet_table(study: FleetStudy) -> RenderableType:
         f"events in {study.wall_s:.1f} s: {study.events_per_s:,.0f} events/s, {study.requests_per_s:,.0f} requests/s"
     )
     return Group(runs_table([study.figures], "Simulated fleet"), Text(speed))
+
+
+APART_COLUMNS: tuple[tuple[str, Callable[[ApartRow], str]], ...] = (
+    ("two verifiers", lambda row: row.name),
+    ("drafts", lambda row: "yes" if row.has_drafts else "no"),
+    ("streams", lambda row: str(row.num_streams)),
+    ("prompts/s", lambda row: _number(row.qps, 1)),
+    ("tokens/s", lambda row: _number(row.figures.tokens_per_s, 0)),
+    ("TTFT p50 ms", lambda row: _number(row.figures.long_ttft_p50_s, 0, 1e3)),
+    ("p99", lambda row: _number(row.figures.long_ttft_p99_s, 0, 1e3)),
+    ("streams' p99", lambda row: _number(row.figures.short_ttft_p99_s, 0, 1e3)),
+    ("between outputs p50 ms", lambda row: _number(row.figures.gap_p50_s, 1, 1e3)),
+    ("p99", lambda row: _number(row.figures.gap_p99_s, 1, 1e3)),
+    ("first to second p99", lambda row: _number(row.figures.second_p99_s, 1, 1e3)),
+    ("tokens each", lambda row: _number(row.figures.tokens_per_output, 2)),
+)
+
+
+def apart_table(rows: Sequence[ApartRow]) -> Table:
+    """Draw prefill and decode apart beside verifiers that do both; times to first token are of long prompts."""
+    table = Table(title="Prefill and decode apart, on two accelerators", title_justify="left")
+    for place, (heading, _) in enumerate(APART_COLUMNS):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in APART_COLUMNS))
+    return table
 
 
 def day_table(study: DayStudy) -> RenderableType:
@@ -188,7 +215,9 @@ def _columns_table(columns: Sequence[tuple[str, Callable[[T], str]]], rows: Sequ
     return table
 
 
-def to_json(value: FleetStudy | DayStudy | Plan | BreakEven | KvStudy | Sequence[RunFigures]) -> dict[str, Any]:
+def to_json(
+    value: FleetStudy | DayStudy | Plan | BreakEven | KvStudy | Sequence[RunFigures | ApartRow],
+) -> dict[str, Any]:
     """Describe a study for programs: times in seconds, rates as fractions."""
     if isinstance(value, Sequence):
         body: dict[str, Any] = {"runs": [dataclasses.asdict(row) for row in value]}

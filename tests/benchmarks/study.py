@@ -17,6 +17,7 @@ from benchmarks.draft_lengths.far import far
 from benchmarks.draft_lengths.rollouts import rollouts
 from benchmarks.exact import exact
 from benchmarks.experts.study import experts
+from benchmarks.handover.apart import apart
 from benchmarks.kv.study import kv
 from benchmarks.masks.tidar import tidar
 from benchmarks.policy import policy
@@ -36,6 +37,7 @@ STUDIES = (
     acceptance,
     adaptive,
     ahead,
+    apart,
     clients,
     device,
     drift,
@@ -63,15 +65,17 @@ def study() -> None:
     """Measure what only developers ask.
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
-    edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
-    kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
-    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; kv: KV blocks in use
-    at so many tokens per second; poison: how soon broken weights are taken back; policy: how much to draft, over
-    recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts, epoch after
-    epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back; updates:
-    answers after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool,
-    and without.
+    every fixed draft length; ahead: drafting while the verifier verifies; apart: prefill and decode on verifiers of
+    their own, under streams and long prompts; clients: required tool calls and predicted edits of a running server;
+    device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text changes; exact:
+    a real model's tokens with drafts and without; experts: what steps read of a mixture, and experts in host memory;
+    far: what priced drafts bring with a drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO
+    moves its policy; kv: KV blocks in use at so many tokens per second; objectives: what drafters trained to lower each
+    loss are served at; poison: how soon broken weights are taken back; policy: how much to draft, over recorded
+    acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts, epoch after epoch;
+    router: what its decisions cost; step: a running server's load from 1 to many streams and back; tidar: a model that
+    drafts for itself by masks; updates: answers after new weights; usual: what a small machine should draft with;
+    vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

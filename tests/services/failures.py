@@ -12,9 +12,11 @@ import difflib
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -22,9 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from ray import serve
 
 from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.config.known_models import SMOLLM2
+from outrider.cluster.config.service_config import APP_NAME
+from outrider.cluster.replicas.app import build
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.lab.peers.measure import PROMPTS
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
@@ -36,8 +41,12 @@ NUM_STREAMS = 4
 STREAM_TIMEOUT_S = 120.0
 ENGINE_TIMEOUT_S = 4.0
 MAX_PAUSE_S = 60.0  # the only verifier of a service starts again
+HANDOVER_STEP_S = 0.02
 MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s
 SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+
+PREFILL = "PrefillVerifier"  # deployment
+NUM_DECODE = 2
 
 Inject = Callable[[], None]
 
@@ -49,6 +58,7 @@ class Case:
     name: str
     prepare: Callable[[Any, int], Inject]  # of a `LiveService`, where it does more than to strike
     ends_streams: bool = False  # its clients are told so; everything else is invisible but for a pause
+    strikes_early: bool = False  # as soon as the streams are asked for; else some chunks later
 
     @property
     def num_failing_streams(self) -> int:
@@ -102,6 +112,58 @@ PARALLEL_CASES = (Case("one TP rank of a drafter killed", kill_rank("Drafter", 1
 LINK_CASES = ("link cut", "link half-open")
 
 
+def within_handovers(
+    strike: Callable[[LiveService, int], Inject],
+) -> Callable[[LiveService, int], Inject]:
+    """Strike a little later each time after prompts have come: while they are computed, sent, and taken over."""
+
+    def prepare(service: LiveService, index: int) -> Inject:
+        inject = strike(service, index)
+
+        def later() -> None:
+            time.sleep(HANDOVER_STEP_S * (1 + index % 20))
+            inject()
+
+        return later
+
+    return prepare
+
+
+def roll_out(service: LiveService, index: int) -> Inject:
+    """Every verifier drains, one after another, while its requests run; all other replicas are replaced, too."""
+
+    def inject() -> None:
+        changed = service.config.with_options(drain_timeout_s=service.config.drain_timeout_s + 1 + index)
+        serve.run(build(changed), name=APP_NAME, route_prefix="/")
+
+    return inject
+
+
+PREFILL_KILLED = Case(
+    "prefill verifier's engine killed within a handover", within_handovers(kill_rank(PREFILL, 0)), strikes_early=True
+)
+DECODE_KILLED = Case(
+    "decode verifier's engine killed while it takes over",
+    within_handovers(kill_rank("Verifier", 0)),
+    strikes_early=True,
+)
+MOVED_DRAFTER_KILLED = Case("drafter of requests that were handed over killed", kill_rank("Drafter", 0))
+HANDOVER_CASES = (
+    PREFILL_KILLED,
+    Case(
+        "whole prefill verifier killed within a handover", within_handovers(kill_replica(PREFILL)), strikes_early=True
+    ),
+    Case(
+        "prefill verifier frozen (SIGSTOP) within a handover",
+        within_handovers(kill_rank(PREFILL, 0, signal.SIGSTOP)),
+        strikes_early=True,
+    ),
+    DECODE_KILLED,
+    Case("verifiers drained with running requests", roll_out),
+    MOVED_DRAFTER_KILLED,
+)
+
+
 def require_unharmed(outcome: Outcome, *, num_failed: int = 0, max_pause_s: float = math.inf) -> None:
     """Raise `AssertionError` unless no stream hung, changed or paused longer, and so many were told of a failure."""
     assert outcome.num_hung == outcome.num_lost == outcome.num_doubled == 0, outcome
@@ -140,7 +202,7 @@ class Drill:
         for stream in range(self._traffic.num_streams):
             self._expect(stream)
         inject = case.prepare(self.service, index)
-        streams = self._streams_around(inject, strike_at=3 + index % 8)
+        streams = self._streams_around(inject, strike_at=0 if case.strikes_early else 3 + index % 8)
         begin_s = time.monotonic()
         self.wait_until_whole()
         return self._outcome(case.name, streams, time.monotonic() - begin_s)
@@ -173,7 +235,7 @@ class Drill:
         streams = range(self._traffic.num_streams)
         with ThreadPoolExecutor(len(streams)) as pool:
             futures = [pool.submit(self._stream, stream, on_chunk=count) for stream in streams]
-            assert is_time.wait(30), "no stream began"
+            assert strike_at == 0 or is_time.wait(30), "no stream began"
             inject()
             return [_result(future) for future in futures]
 
@@ -189,6 +251,31 @@ class Drill:
             longest_pause_s=max((stream.longest_pause_s for stream in finished.values()), default=0.0),
             recovered_s=recovered_s,
         )
+
+
+class HandoverDrill(Drill):
+    """Requests whose prompts one verifier computes and another goes on with; their tokens are one verifier's own."""
+
+    def num_handovers(self) -> dict[str, int]:
+        """Return how many requests were handed over since the gateway began, by outcome."""
+        assert isinstance(self.service, LiveService)
+        text = httpx.get(f"{self.service.base_url}/metrics", timeout=30.0).text
+        found = re.findall(r'^outrider_handovers_total{.*outcome="(\w+)".*} ([0-9.e+]+)$', text, re.MULTILINE)
+        counts: Counter[str] = Counter()
+        for outcome, count in found:
+            counts[outcome] += int(float(count))
+        return counts
+
+    def _expect(self, stream: int) -> None:
+        """Ask one verifier for all streams at once: this service would hand the request over, too."""
+        if self._expected:
+            return
+        service = self.service
+        with closing(LocalVerifier()) as alone:
+            self.service = alone
+            for each in range(self._traffic.num_streams):
+                self._expected[each] = self._stream(each, disable_spec_decode=True)
+        self.service = service
 
 
 class DrafterDrill(Drill):
@@ -259,6 +346,21 @@ def fleet_drill(shared_ray: SharedRay) -> Drill:
     """Two verifiers and two drafters."""
     service = shared_ray.service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S)
     return Drill(service, num_verifiers=2, num_drafters=2)
+
+
+def handover_drill(shared_ray: SharedRay) -> HandoverDrill:
+    """A verifier for prompts, two that decode, and two drafters; a prompt takes several steps."""
+    service = shared_ray.service(
+        num_prefill_verifiers=1,
+        num_verifiers=NUM_DECODE,
+        num_drafters=2,
+        max_num_batched_tokens=64,
+        engine_timeout_s=ENGINE_TIMEOUT_S,
+    )
+    texts = held_out_prompts()
+    prompts = ["".join(texts[place : place + 3]) for place in range(0, 3 * NUM_STREAMS, 3)]
+    traffic = Traffic(prompts=prompts, max_tokens=MAX_TOKENS)
+    return HandoverDrill(service, num_verifiers=1 + NUM_DECODE, num_drafters=2, traffic=traffic)
 
 
 def real_drill(shared_ray: SharedRay) -> Drill:

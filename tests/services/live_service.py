@@ -99,8 +99,8 @@ class LiveService:
         return pid
 
     def all_rank_pids(self, deployment: str, timeout_s: float = 30.0) -> list[list[int]]:
-        """Return the ranks' processes of every replica that the router knows, in a stable order."""
-        num_replicas = len(self._fleet()[deployment == "Drafter"])
+        """Return the ranks' processes of every replica that serves, in a stable order."""
+        num_replicas = serve.status().applications[APP_NAME].deployments[deployment].replica_states["RUNNING"]
         found: dict[int, list[int]] = {}
 
         def has_all() -> bool:

@@ -16,7 +16,19 @@ from outrider.cluster.config.service_config import APP_NAME
 from outrider.cluster.replicas.app import build
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
-from services.failures import FLEET_CASES, MAX_PAUSE_S, Case, Drill, fleet_drill, require_unharmed
+from services.failures import (
+    DECODE_KILLED,
+    FLEET_CASES,
+    MAX_PAUSE_S,
+    MOVED_DRAFTER_KILLED,
+    PREFILL_KILLED,
+    Case,
+    Drill,
+    HandoverDrill,
+    fleet_drill,
+    handover_drill,
+    require_unharmed,
+)
 from services.live_service import LiveService, SharedRay
 
 # every replica that was lost starts again, on a busy machine in a minute
@@ -82,3 +94,21 @@ def replica_pids(service: LiveService) -> set[int]:
     """Return the processes of every engine, and of the router and the gateway."""
     engines = [pid for name in ("Verifier", "Drafter") for pids in service.all_rank_pids(name) for pid in pids]
     return {*engines, service.call("Router", "pid"), service.call("Gateway", "pid")}
+
+
+@pytest.fixture(scope="module")
+def handovers(shared_ray: SharedRay) -> HandoverDrill:
+    return handover_drill(shared_ray)
+
+
+@pytest.mark.parametrize("case", [PREFILL_KILLED, DECODE_KILLED, MOVED_DRAFTER_KILLED], ids=lambda case: case.name)
+def test_a_handover_loses_nothing(handovers: HandoverDrill, case: Case):
+    """Draining: the rolling update above."""
+    require_unharmed(handovers.run(case, index=4), max_pause_s=MAX_PAUSE_S)
+
+
+def test_handovers_happen(handovers: HandoverDrill):
+    handovers.wait_until_whole()
+    before = handovers.num_handovers()
+    handovers.run(Case("nothing", lambda service, index: lambda: None), index=0)
+    assert handovers.num_handovers()["taken"] >= before["taken"] + 4

@@ -14,6 +14,7 @@ from services.external_drafter import FAULTS, MORE_FAULTS
 from services.failures import (
     ENGINE_TIMEOUT_S,
     FLEET_CASES,
+    HANDOVER_CASES,
     LINK_CASES,
     MAX_TOKENS,
     NUM_STREAMS,
@@ -22,6 +23,7 @@ from services.failures import (
     Outcome,
     drafter_drill,
     fleet_drill,
+    handover_drill,
     parallel_drill,
     real_drill,
     require_unharmed,
@@ -87,6 +89,12 @@ LEARNING = Soak(
     f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, one verifier, two drafters "
     "whose learner is told to publish a version)",
 )
+HANDOVERS = Soak(
+    "soak_handover",
+    "Soak: requests that change their verifier, and what ends meanwhile",
+    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, prompts of about 350; one "
+    "verifier for prompts, two that decode, two drafters)",
+)
 REAL = Soak(
     "soak_smollm2",
     "Soak: failures under a real model",
@@ -114,6 +122,12 @@ def test_failures_of_updates(shared_ray: SharedRay, soak_length: SoakLength):
 def test_failures_of_learners(shared_ray: SharedRay, soak_length: SoakLength, tmp_path: Path):
     drill = learning_drill(shared_ray, tmp_path)
     LEARNING.repeat({case.name: partial(drill.run, case) for case in LEARNING_CASES}, soak_length)
+
+
+def test_failures_of_handovers(shared_ray: SharedRay, soak_length: SoakLength):
+    """Kill what gives and what takes over, and drain verifiers whose requests then move."""
+    drill = handover_drill(shared_ray)
+    HANDOVERS.repeat({case.name: partial(drill.run, case) for case in HANDOVER_CASES}, soak_length)
 
 
 def test_failures_of_ranks(shared_ray: SharedRay, soak_length: SoakLength):
