@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.cluster.config.service_config import VLLM, ServiceConfig
 from outrider.cluster.vllm_engine.spec import HostedDrafts, VllmSpec
 from outrider.drafter_service.service.drafter_spec import ColocatedSpec
@@ -10,12 +12,14 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 GPU_MEMORY_UTILIZATION = 0.9  # of a whole GPU: as vLLM's own guides
 
 
-def verifier_main(config: ServiceConfig) -> VerifierSpec | ColocatedSpec | VllmSpec:
-    """Return what the ranks of a verifier are told."""
+def verifier_main(config: ServiceConfig, tensor_host: str = "") -> VerifierSpec | ColocatedSpec | VllmSpec:
+    """Return what the ranks of a verifier are told; KV of other verifiers may come to `tensor_host` by channel."""
     if config.verifiers.engine == VLLM:
         return _vllm_spec(config)
-    drafter = config.own_drafter
-    return config.verifier_spec if drafter is None else ColocatedSpec(verifier=config.verifier_spec, drafter=drafter)
+    verifier, drafter = config.verifier_spec, config.own_drafter
+    if tensor_host and config.tensor_transports:
+        verifier = replace(verifier, tensor_host=tensor_host, tensor_transport=config.tensor_transports[0])
+    return verifier if drafter is None else ColocatedSpec(verifier=verifier, drafter=drafter)
 
 
 def _vllm_spec(config: ServiceConfig) -> VllmSpec:

@@ -35,21 +35,9 @@ EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
-    *(
-        "acceptance",
-        "adaptive",
-        "ahead",
-        "apart",
-        "clients",
-        "device",
-        "drift",
-        "exact",
-        "experts",
-        "far",
-        "follow",
-        "kv",
-    ),
-    *("poison", "policy", "pricing", "rollouts", "router", "step", "tidar", "updates", "usual", "vllm-pool"),
+    *("acceptance", "adaptive", "ahead", "apart", "clients", "device", "drift", "exact", "experts", "far", "follow"),
+    *("kv", "objectives", "poison", "policy", "pricing", "rollouts", "router", "step", "tidar", "turns", "updates"),
+    *("usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (
