@@ -1,7 +1,7 @@
 """Experts in host memory: a bounded number of each layer's lies on the device, and others are fetched.
 
     layer     | gate | fetch what is missing | products of its experts | attention of the next layer | gate | …
-    copies           | missing here | what the next layer's gate makes of this layer's rows, ahead   |
+    copies           | missing here | what the next layer's gate puts first for this layer's rows    |
 
 The least recently taken make room. A step that takes more experts than a cache holds runs in rounds. Copies keep their
 order, so the last one into a slot is what the slot holds.
@@ -133,18 +133,20 @@ class ExpertCache:
 
 
 def foreseen(rows: torch.Tensor, router: torch.Tensor, num_active: int) -> torch.Tensor:
-    """Return the experts that a later layer's router would choose for these rows: [num_tokens, num_active].
+    """Return the experts that a later layer's router would put first for these rows: half of what each token takes.
 
-    Hidden states change little from layer to layer (Libra, ICLR 2026).
+    Hidden states change little from layer to layer (Libra, ICLR 2026). The first of them are nearly always taken, the
+    last of them hardly more often than not, and a copy in vain delays others: docs/results/experts.md.
     """
-    return F.linear(rows, router).topk(num_active, dim=-1).indices
+    return F.linear(rows, router).topk(max(1, num_active // 2), dim=-1).indices
 
 
 def num_tokens_each(chosen: Sequence[torch.Tensor], num_experts: int) -> list[list[int]]:
-    """Read back how many tokens take each expert, of several choices [num_tokens, num_active] at once."""
-    experts = torch.stack([each.flatten() for each in chosen])
-    counts = torch.zeros(len(chosen), num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(1, experts, torch.ones_like(experts)).tolist()
+    """Read back at once how many tokens take each expert, of several choices [num_tokens, any number]."""
+    counts = torch.zeros(len(chosen), num_experts, dtype=torch.int64, device=chosen[0].device)
+    for row, experts in zip(counts, chosen, strict=True):
+        row.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
+    return counts.tolist()
 
 
 def likeliest(counts: Sequence[int], num_slots: int) -> list[int]:

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.verifier_service.experts.cache import (
-    ExpertCache,
-    copier_of,
-    foreseen,
-    likeliest,
-    num_tokens_each,
-)
+from outrider.verifier_service.experts.cache import ExpertCache, copier_of
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import Quantization
@@ -121,8 +115,9 @@ class _DecoderLoader:
             dtype=self._dtype,
             device=self._device,
         )
-        if self._num_cached is not None:
-            _fetch_ahead(decoder.embedding, layers)
+        mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, OffloadedExperts)]
+        for mixture, following in pairwise(mixtures):
+            mixture.following = following.router, following.cache
         return decoder.eval().requires_grad_(False)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -321,21 +316,6 @@ class _DecoderLoader:
     @staticmethod
     def _cut(size: int, start: int, stop: int, dim: int = 0) -> Shard | None:
         return None if (start, stop) == (0, size) else Shard(dim=dim, start=start, stop=stop)
-
-
-def _fetch_ahead(embedding: nn.Module, layers: Sequence[DecoderLayer]) -> None:
-    """Let every mixture layer foresee what the next one takes, and the tokens' embeddings what the first takes."""
-    mixtures = [(layer.before_mlp, layer.mlp) for layer in layers if isinstance(layer.mlp, OffloadedExperts)]
-    for (_, mixture), (_, following) in pairwise(mixtures):
-        mixture.following = following.router, following.cache
-    norm, first = mixtures[0]
-
-    def foresee(module: nn.Module, token_ids: object, hidden: torch.Tensor) -> None:
-        chosen = foreseen(norm(hidden), first.router, first.spec.num_active)
-        (counts,) = num_tokens_each([chosen], first.spec.num_experts)
-        first.cache.fetch(likeliest(counts, first.cache.num_slots))
-
-    embedding.register_forward_hook(foresee)
 
 
 def _reordered(tensor: torch.Tensor, num_heads: int, head_dim: int, order: list[int] | None) -> torch.Tensor:

@@ -30,7 +30,14 @@ COUNTS = range(1, 17)  # tokens in a step
 LEARNT, FORETOLD = range(1, 6), range(8, 17)  # step times that the price has seen, and that it is asked for
 NUM_TIMED = 9  # runs of a step, in turn with the others; the median counts
 SKEWS = (6.0, 3.0, 1.0, 0.5)  # of the drawn mixture's layers
-DRAWN = {"hidden_size": 512, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 4}
+DRAWN = {
+    "hidden_size": 512,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+}
 LINKS = {"memory": None, "1 GB/s": 1e9}
 HELD, STEPS = (8, 16), (1, 5)
 
@@ -216,7 +223,6 @@ def _turn_of(
 
 def on_demand(runner: ModelRunner) -> ModelRunner:
     """Let nothing be fetched ahead."""
-    runner.model.embedding._forward_hooks.clear()  # type: ignore[union-attr]
     for mixture in _mixtures(runner):
         mixture.following = None
     return runner

@@ -195,7 +195,6 @@ def test_gates_foresee_the_next_layer(served):
     for is_ahead in (True, False):
         offloaded = load(served.folder, 6)
         if not is_ahead:
-            offloaded.model.embedding._forward_hooks.clear()
             for mixture in mixtures_of(offloaded):
                 mixture.following = None
         step_logits(offloaded)
