@@ -101,9 +101,7 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 
 def half_width(differences: Sequence[float]) -> float:
-    """Return how far the mean of paired differences is uncertain; infinite for one."""
-    if len(differences) < 2:
-        return float("inf")
+    """Return how far the mean of two or more paired differences is uncertain."""
     quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
     return quantile * statistics.stdev(differences) / len(differences) ** 0.5
 
@@ -133,6 +131,8 @@ def _beside(tokens: Mapping[int, float], plain: Mapping[int, Served]) -> list[st
     pairs = [value - plain[seed].tokens_per_verification for seed, value in tokens.items() if seed in plain]
     if not pairs or not any(pairs):
         return ["", ""]
+    if len(pairs) == 1:
+        return [f"{pairs[0]:+.3f}", "one seed"]
     mean, width = statistics.mean(pairs), half_width(pairs)
     return [f"{mean:+.3f} ± {width:.3f}", "beyond noise" if abs(mean) > width else "noise"]
 
