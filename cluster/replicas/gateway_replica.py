@@ -106,17 +106,23 @@ class GatewayReplica:
             memory=memory,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
-        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        shared = SharedMetrics(registry, fleet)
-        self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
         keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, shared)
+        self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
         self._https_server: HttpsServer | None = None
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
             self._tasks.start(self._https_server.run(), "serve HTTPS")
         tell_phase("ready")
+
+    def _share_metrics(
+        self, config: ServiceConfig, own: CollectorRegistry, router: Any, gateway_id: str
+    ) -> SharedMetrics:
+        """Begin to exchange metrics with the other gateways."""
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
+        shared = SharedMetrics(own, fleet)
+        self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
+        return shared
 
     async def _serve_grpc(self, config: ServiceConfig, keys: ApiKeys) -> RunningGrpcServer:
         """Start the gRPC server, with its interceptors."""

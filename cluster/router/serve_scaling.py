@@ -35,7 +35,7 @@ logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: t
 GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
 
 VERIFIERS = "Verifier"  # deployments
-PREFILL_VERIFIERS = "PrefillVerifier"
+PREFILL_VERIFIERS = "PrefillVerifier"  # those of role prefill
 _DRAFTERS = "Drafter"  # the first pool's deployment
 _LEARNERS = "Learner"  # the same of its learner
 _JOINT = "-"  # between that and another pool's name

@@ -1,6 +1,6 @@
 """Requests that change their verifier with their KV: what the client sees, whoever dies, refuses or drains, and when.
 
-gRPC servers play the verifiers by the contract of `messages/handover.py`; no engine draws a token.
+gRPC servers play the verifiers by the contract of `verifier_service/messages/handover.py`; no engine draws a token.
 """
 
 from __future__ import annotations
