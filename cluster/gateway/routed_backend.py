@@ -312,8 +312,9 @@ class RoutedBackend:
         if prefill is own:
             leg = self._leg(*own, message)
         else:  # drafts are for the taker: the giver draws one token
-            giving = {"request_id": self._new_name(message), "plan": SpeculationPlan(), "hands_over": True}
-            leg = self._leg(*prefill, dataclasses.replace(message, **giving))
+            giver = self._new_name(journal.request)
+            giving = dataclasses.replace(message, request_id=giver, plan=SpeculationPlan(), hands_over=True)
+            leg = self._leg(*prefill, giving)
             taker = self._leg(*own, journal.continuation(name, plan, leg.place))
         return Journey(
             leg=leg,
