@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from outrider.cluster.config.service_config import VLLM, ServiceConfig
 from outrider.cluster.vllm_engine.spec import HostedDrafts, VllmSpec
 from outrider.drafter_service.service.drafter_spec import ColocatedSpec
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.tensor_route import GLOO
 
 GPU_MEMORY_UTILIZATION = 0.9  # of a whole GPU: as vLLM's own guides
 
 
-def verifier_main(config: ServiceConfig) -> VerifierSpec | ColocatedSpec | VllmSpec:
-    """Return what the ranks of a verifier are told."""
+def verifier_main(config: ServiceConfig, host: str = "") -> VerifierSpec | ColocatedSpec | VllmSpec:
+    """Return what the ranks of a verifier are told; `host` is where others meet it."""
     if config.verifiers.engine == VLLM:
         return _vllm_spec(config)
-    drafter = config.own_drafter
-    return config.verifier_spec if drafter is None else ColocatedSpec(verifier=config.verifier_spec, drafter=drafter)
+    spec, drafter = config.verifier_spec, config.own_drafter
+    if config.speculative.tensor_transport == GLOO:  # else KV goes in frames: a channel for each request has its price
+        spec = dataclasses.replace(spec, tensor_transport=GLOO, tensor_host=host)
+    return spec if drafter is None else ColocatedSpec(verifier=spec, drafter=drafter)
 
 
 def _vllm_spec(config: ServiceConfig) -> VllmSpec:

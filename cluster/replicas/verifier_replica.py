@@ -28,6 +28,7 @@ from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
+from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import (
@@ -76,17 +77,24 @@ class VerifierReplica:
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
-        self._hands_over = config.verifiers.engine == OUTRIDER
+        # vLLM's KV stays where it is
+        self._handovers = (
+            HandoverCalls(self._host.send, config.links.credentials, self._verifier_id)
+            if config.verifiers.engine == OUTRIDER
+            else None
+        )
         self._has_taker = False  # by the router's last directive
         self._table = RequestTable(self._send)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
+        if self._handovers is not None:
+            self._host.on_close(self._handovers.close)
         self._endpoint = await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
-                VerifierLinkServicer(self._table, self._control), server
+                VerifierLinkServicer(self._table, self._control, self._handovers), server
             ),
             config.links.server_credentials,
         )
@@ -97,7 +105,7 @@ class VerifierReplica:
 
     async def _start_engine(self, config: ServiceConfig) -> Drafters:
         """Load the engine; return its drafters."""
-        main, placement = verifier_main(config), config.verifier_placement
+        main, placement = verifier_main(config, internal_address(config.links)), config.verifier_placement
         plugins, timeout_s = None, START_TIMEOUT_S
         if isinstance(main, VllmSpec):
             plugins, timeout_s = PluginsDrafters(), LONG_START_TIMEOUT_S
@@ -133,6 +141,8 @@ class VerifierReplica:
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
         self._control.deliver(update.results)
+        if self._handovers is not None:
+            self._handovers.deliver(update)
         if update.relays:  # only once there are links
             self._drafters.send(update.relays)
         if update.load is not None:
@@ -142,6 +152,8 @@ class VerifierReplica:
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
         self._control.fail(reason)
+        if self._handovers is not None:
+            self._handovers.fail(reason)
 
     async def _report_forever(self) -> None:
         """Report while the engine lives: a silent verifier gets no new requests."""
@@ -222,7 +234,7 @@ class VerifierReplica:
 
     def _hand_over(self) -> None:
         """Hold the requests that decode, if another verifier could take them: alone, they would wait for nobody."""
-        if self._hands_over and self._has_taker:
+        if self._handovers is not None and self._has_taker:
             self._host.send(HandOver())
 
     async def __del__(self) -> None:
