@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 from outrider.cluster.config.service_config import VLLM, ServiceConfig
 from outrider.cluster.vllm_engine.spec import HostedDrafts, VllmSpec
@@ -12,14 +12,15 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 GPU_MEMORY_UTILIZATION = 0.9  # of a whole GPU: as vLLM's own guides
 
 
-def verifier_main(config: ServiceConfig, tensor_host: str = "") -> VerifierSpec | ColocatedSpec | VllmSpec:
-    """Return what the ranks of a verifier are told; KV of other verifiers may come to `tensor_host` by channel."""
+def verifier_main(config: ServiceConfig, host: str = "") -> VerifierSpec | ColocatedSpec | VllmSpec:
+    """Return what the ranks of a verifier are told; `host` is where others meet it."""
     if config.verifiers.engine == VLLM:
         return _vllm_spec(config)
-    verifier, drafter = config.verifier_spec, config.own_drafter
-    if tensor_host and config.tensor_transports:
-        verifier = replace(verifier, tensor_host=tensor_host, tensor_transport=config.tensor_transports[0])
-    return verifier if drafter is None else ColocatedSpec(verifier=verifier, drafter=drafter)
+    spec, drafter = config.verifier_spec, config.own_drafter
+    transports = config.tensor_transports
+    if transports and config.speculative.tensor_transport != "auto":  # auto: in frames, a channel has its price
+        spec = dataclasses.replace(spec, tensor_transport=transports[0], tensor_host=host)
+    return spec if drafter is None else ColocatedSpec(verifier=spec, drafter=drafter)
 
 
 def _vllm_spec(config: ServiceConfig) -> VllmSpec:

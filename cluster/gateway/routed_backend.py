@@ -347,9 +347,8 @@ class RoutedBackend:
         if prefill is own:
             leg = self._leg(*own, message)
         else:  # drafts are for the taker: the giver draws one token
-            giving = dataclasses.replace(
-                message, request_id=self._new_name(message), plan=SpeculationPlan(), hands_over=True
-            )
+            giver = self._new_name(journal.request)
+            giving = dataclasses.replace(message, request_id=giver, plan=SpeculationPlan(), hands_over=True)
             leg = self._leg(*prefill, giving)
             taker = self._leg(*own, journal.continuation(name, plan, leg.place))
         return Journey(

@@ -23,6 +23,7 @@ from outrider.cluster.monitoring.fleet_metric import (
     of_verifiers,
     of_verifiers_by,
 )
+from outrider.cluster.monitoring.handover_metrics import HANDOVERS
 from outrider.cluster.monitoring.learner_metrics import LEARNERS
 from outrider.cluster.monitoring.metrics import LABELS, Definition, alias_of
 from outrider.cluster.monitoring.update_metrics import UPDATES
@@ -405,7 +406,7 @@ _GRAPHS = (
         _capture_seconds,
     ),
 )
-_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *UPDATES, *LEARNERS)
+_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *HANDOVERS, *UPDATES, *LEARNERS)
 FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 

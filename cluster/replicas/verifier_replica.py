@@ -77,8 +77,12 @@ class VerifierReplica:
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
-        is_own_engine = config.verifiers.engine == OUTRIDER
-        self._handovers = HandoverCalls(self._host.send, config.links.credentials) if is_own_engine else None
+        # vLLM's KV stays where it is
+        self._handovers = (
+            HandoverCalls(self._host.send, config.links.credentials, self._verifier_id)
+            if config.verifiers.engine == OUTRIDER
+            else None
+        )
         self._has_taker = False  # by the router's last directive
         self._table = RequestTable(self._send)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)

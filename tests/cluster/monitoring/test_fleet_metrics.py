@@ -160,6 +160,14 @@ def test_learners_are_shown_by_pool_and_version():
         assert shown[f"outrider_{name}"] == value, name
 
 
+def test_requests_that_change_their_verifier_are_counted_on_both_sides():
+    shown = samples(registry_of(busy_fleet()))
+    assert shown["outrider_kv_given_requests_total{engine=v0}"] == 3
+    assert shown["outrider_kv_given_bytes_total{engine=v0}"] == 1 << 20
+    assert shown["outrider_kv_refusals_total{engine=v0,reason=other_weights}"] == 2
+    assert shown["outrider_kv_taken_requests_total{engine=v0}"] == 1
+
+
 def test_the_page_is_up_to_date():
     assert PAGE.read_text() == metrics_page(), "run python -m outrider.cluster.monitoring.metrics_page"
 
