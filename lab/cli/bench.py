@@ -36,7 +36,8 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "ahead", "clients", "device", "drift", "exact", "far", "follow"),
-    *("poison", "policy", "pricing", "rollouts", "router", "step", "updates", "usual", "vllm-pool"),
+    *("multi", "poison", "policy", "pricing", "rollouts", "router", "step", "survival", "turns", "updates", "usual"),
+    "vllm-pool",
 )
 
 _COMMON_OPTIONS = (

@@ -11,10 +11,13 @@ import click
 from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
+from benchmarks.chats.turns import turns
 from benchmarks.clients import clients
 from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
+from benchmarks.draft_lengths.multi import multi
 from benchmarks.draft_lengths.rollouts import rollouts
+from benchmarks.draft_lengths.survival import survival
 from benchmarks.exact import exact
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
@@ -38,12 +41,15 @@ STUDIES = (
     exact,
     far,
     follow,
+    multi,
     poison,
     policy,
     pricing,
     rollouts,
     router,
     step,
+    survival,
+    turns,
     updates,
     usual,
     vllm_pool,
@@ -58,11 +64,13 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; drift: a pool that learns, while the
     kind of text changes; exact: a real model's tokens with drafts and without; far: what priced drafts bring with a
-    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; poison: how soon
-    broken weights are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that
-    costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a
-    running server's load from 1 to many streams and back; updates: answers after new weights; usual: what a small
-    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
+    drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; multi: two
+    drafters' drafts in one tree; poison: how soon broken weights are taken back; policy: how much to draft, over
+    recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts, epoch after
+    epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back; survival:
+    whether a learned model foresees acceptance better; turns: second turns that were prefilled ahead; updates: answers
+    after new weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and
+    without.
     """
 
 
