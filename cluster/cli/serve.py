@@ -10,12 +10,13 @@ import click
 
 from outrider.cluster.cli.options import config_options, configure, model_options
 from outrider.cluster.cli.usage import usage_errors
+from outrider.cluster.common.hints import ExplainingCommand
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 
 
-@click.command(context_settings=CONTEXT_SETTINGS)
+@click.command(cls=ExplainingCommand, context_settings=CONTEXT_SETTINGS)
 @model_options
 @click.option(
     "--drafter-pool",

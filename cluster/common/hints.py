@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import click
+
 from outrider.verifier_service.messages.lossy import refusal_of
 
 MAX_NAME_CHARS = 64  # a longer name is no typo, and comparing it takes long
@@ -19,3 +21,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f": {reason}"
     close = difflib.get_close_matches(name[:MAX_NAME_CHARS].replace("-", "_"), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class ExplainingCommand(click.Command):
+    """A command that says why an option which is not served on purpose is unknown."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            if (reason := refusal_of(error.option_name)) is None:
+                raise
+            raise click.UsageError(f"{error.option_name}: {reason}", context) from error

@@ -11,10 +11,13 @@ import click
 from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
+from benchmarks.chats.turns import turns
 from benchmarks.clients import clients
 from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
+from benchmarks.draft_lengths.multi import multi
 from benchmarks.draft_lengths.rollouts import rollouts
+from benchmarks.draft_lengths.survival import survival
 from benchmarks.exact import exact
 from benchmarks.experts.study import experts
 from benchmarks.handover.apart import apart
@@ -46,6 +49,7 @@ STUDIES = (
     far,
     follow,
     kv,
+    multi,
     objectives,
     poison,
     policy,
@@ -53,7 +57,9 @@ STUDIES = (
     rollouts,
     router,
     step,
+    survival,
     tidar,
+    turns,
     updates,
     usual,
     vllm_pool,
@@ -70,12 +76,13 @@ def study() -> None:
     device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text changes; exact:
     a real model's tokens with drafts and without; experts: what steps read of a mixture, and experts in host memory;
     far: what priced drafts bring with a drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO
-    moves its policy; kv: KV blocks in use at so many tokens per second; objectives: what drafters trained to lower each
-    loss are served at; poison: how soon broken weights are taken back; policy: how much to draft, over recorded
-    acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts, epoch after epoch;
-    router: what its decisions cost; step: a running server's load from 1 to many streams and back; tidar: a model that
-    drafts for itself by masks; updates: answers after new weights; usual: what a small machine should draft with;
-    vllm-pool: vLLM with drafts from a pool, and without.
+    moves its policy; kv: KV blocks in use at so many tokens per second; multi: several drafters' trees in one;
+    objectives: what drafters trained to lower each loss are served at; poison: how soon broken weights are taken back;
+    policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of
+    the same prompts, epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many
+    streams and back; survival: a learned chance of acceptance beside today's; tidar: a model that drafts for itself by
+    masks; turns: a chat's next turn with its beginning computed ahead; updates: answers after new weights; usual: what
+    a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

@@ -181,6 +181,15 @@ def test_both_verbs_take_the_file(verb: str, file: Path):
     assert "num_speculative_tokens must be at least 0" in result.output
 
 
+@pytest.mark.parametrize("option", ["--speculative-prefill", "--spec-prefill-percentage=0.3", "--judge-model=x"])
+def test_an_option_of_what_is_lossy_is_refused_with_the_reason(option: str):
+    refused = CliRunner().invoke(main, ["serve", option])
+    assert refused.exit_code == 2
+    assert "not served: " in " ".join(refused.output.split())
+    with pytest.raises(ValueError, match="not served: "):
+        ServiceConfig(**{option.lstrip("-").partition("=")[0].replace("-", "_"): "x"})
+
+
 def test_a_wrong_option_or_verb_of_the_command_line_is_answered_with_the_closest():
     assert "--num-drafters" in CliRunner().invoke(main, ["serve", "--num-drafter", "2"]).output
     assert "generate" in CliRunner().invoke(main, ["generat"]).output

@@ -439,6 +439,8 @@ async def test_a_long_chat_is_not_tokenised_for_nothing(tokenizer, backend):
     [
         (b"[" * 100_000 + b"]" * 100_000, 400, "nested too deeply"),
         (b'{"prompt": "a", "x": ' + b'{"a":' * 300 + b"1" + b"}" * 301, 400, "unknown field 'x'"),
+        (b'{"prompt": "a", "speculative_prefill": true}', 400, "speculative prefill is not served: "),
+        (b'{"prompt": "a", "rejection_sample_method": "judge"}', 400, "lossy judges are not served: "),
         (b'{"prompt": "\\ud800"}', 400, "surrogate"),
         (b'{"prompt": "a", "model": "\\udc00"}', 400, "surrogate"),
         (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "not JSON"),
