@@ -272,7 +272,7 @@ def test_a_follower_executes_until_it_is_told_to_stop(tmp_path):
     make_checkpoint(tmp_path)
     runner, follower = make_runner(tmp_path), make_runner(tmp_path)
     near, far = multiprocessing.Pipe()
-    thread = threading.Thread(target=follow, args=(far, follower))
+    thread = threading.Thread(target=follow, args=(far, follower, {}))
     thread.start()
     parallel = ParallelRunner(runner, [near])
     for batch in forked_batches(random_sequences((9, 9)), 6, block_size=BLOCK_SIZE):
