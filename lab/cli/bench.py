@@ -36,7 +36,7 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "ahead", "clients", "device", "drift", "exact", "far", "follow"),
-    *("poison", "policy", "pricing", "rollouts", "router", "step", "updates", "usual", "vllm-pool"),
+    *("objectives", "poison", "policy", "pricing", "rollouts", "router", "step", "updates", "usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (
