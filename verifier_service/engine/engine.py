@@ -178,7 +178,7 @@ class VerifierEngine:
         self.drafting.updates.take_version(self.weight_version)
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
-            request.arrived = None  # the older weights' KV
+            self._drop_arrived(request)  # the older weights' KV
         self.weights_error = None
         self.weights_folder, self.weights_taken_s = folder, self._wall_clock()
 
@@ -267,7 +267,7 @@ class VerifierEngine:
 
     def _write_arrived(self, request: Request, start: int) -> None:
         """Write a request's KV of another verifier from a position on; what is before it the prefix cache had."""
-        arrived, request.arrived = request.arrived, None
+        arrived = request.arrived
         assert self.kv is not None
         assert arrived is not None
         for part in arrived.parts:
@@ -276,6 +276,12 @@ class VerifierEngine:
                 data = as_tensor(part.data).view(-1, self.kv.num_bytes_per_token)
                 self.kv.write(request.block_table, first, stop, data[first - part.start : stop - part.start])
         self.scheduler.publish_arrived(request, start)
+        self._drop_arrived(request)
+
+    def _drop_arrived(self, request: Request) -> None:
+        if self.handovers is not None and request.arrived is not None:
+            self.handovers.taker.release(request.request_id)
+        request.arrived = None
 
     def hold_all(self) -> list[RequestOutput]:
         """Let all decoding requests stand still, for other verifiers to take; return an output that says so of each.
@@ -388,6 +394,7 @@ class VerifierEngine:
             self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
 
     def _forget(self, request: Request) -> None:
+        self._drop_arrived(request)
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)
         self.mask_rows.forget(request.request_id)

@@ -27,6 +27,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Reques
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode
 
+MAX_HOST_BYTES = 8 << 30  # of KV that is on its way or waits for blocks; more is not taken
 LONGEST_SILENCE_S = 2.0  # of tensors that were announced, once everything else is here
 
 
@@ -65,6 +66,7 @@ class Taker:
         self._kv, self._weight_version, self._clock = kv, weight_version, clock
         self._store, self._transport = store, transport
         self._pulls: dict[str, _Pull] = {}
+        self._num_bytes: dict[str, int] = {}  # of host memory, by request, until the engine has written its KV
         self._calls: list[PullKV] = []
         self._taken: list[Taken] = []
         self._failed: list[RequestOutput] = []
@@ -80,8 +82,13 @@ class Taker:
         return any(pull.announced for pull in self._pulls.values())
 
     def begin(self, message: GenerationRequest) -> None:
-        """Ask for a request's KV where it is."""
+        """Ask for a request's KV where it is, unless there is too much on its way already."""
         assert message.kv_source is not None
+        num_bytes = (len(message.prompt_token_ids) + len(message.output_token_ids)) * self._kv.num_bytes_per_token
+        if self._num_bytes and num_bytes + sum(self._num_bytes.values()) > MAX_HOST_BYTES:
+            self._failed.append(RequestOutput.not_taken(message.request_id, "no_room"))
+            return
+        self._num_bytes[message.request_id] = num_bytes
         version, receiver = self._weight_version(), self._open_receiver(message.request_id)
         self._pulls[message.request_id] = _Pull(message, receiver, version)
         terms = KVTerms(
@@ -105,8 +112,13 @@ class Taker:
         except WireError as error:
             self._fail(pull, str(error))
 
+    def release(self, request_id: str) -> None:
+        """The engine has written a request's KV, or needs it no more."""
+        self._num_bytes.pop(request_id, None)
+
     def drop(self, request_id: str) -> None:
-        """Forget a request that was cancelled, if it is on its way."""
+        """Forget a request that was cancelled, if it is on its way or waits for blocks."""
+        self.release(request_id)
         pull = self._pulls.get(request_id)
         if pull is not None:
             self._end(pull)
@@ -130,6 +142,7 @@ class Taker:
         """Close all channels."""
         for pull in list(self._pulls.values()):
             self._end(pull)
+        self._num_bytes.clear()
 
     def _open_receiver(self, request_id: str) -> TensorReceiver | None:
         if self._store is None:
@@ -197,6 +210,7 @@ class Taker:
 
     def _fail(self, pull: _Pull, reason: str) -> None:
         self._end(pull)
+        self.release(pull.message.request_id)
         self._failed.append(RequestOutput.not_taken(pull.message.request_id, reason))
 
     def _end(self, pull: _Pull) -> None:

@@ -246,6 +246,27 @@ def test_the_takers_own_prefix_is_not_written_again(single, giver, taker):
     assert min(written) == (len(prompts()[0]) - 1) // 16 * 16
 
 
+def test_kv_on_its_way_is_bounded(giver, taker, monkeypatch):
+    """A second request is not taken while the first one's KV fills the host's share; what is written counts no more."""
+    monkeypatch.setattr("outrider.verifier_service.handover.taker.MAX_HOST_BYTES", 1)
+    first, second = (ask(name, prompts()[0]) for name in ("a", "b"))
+    ferry = Ferry(giver, taker)
+    for message in (first, second):
+        giver.add(replace(message, hands_over=True))
+        source = KVSource(endpoint="", request_id=message.request_id)
+        taker.add(replace(message, request_id=f"{message.request_id} on", kv_source=source))
+    ferry.round()
+    assert was_refused(taker.outputs_of("b on"))
+    assert taker.outputs_of("b on")[0].error == "no_room"
+    while not taker.has_ended("a on"):
+        giver.step()
+        ferry.round()
+        taker.step()
+    third = ask("c", prompts()[1])
+    assert Ferry(giver, taker).hand_over(third, "c on"), "there is room again"
+    assert not was_refused(taker.outputs_of("c on"))
+
+
 # --- planted defects: what the tests above would miss if they could not see it ---
 
 
