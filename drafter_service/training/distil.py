@@ -259,7 +259,12 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
             )
         case "tidar":
             return TidarPupil.create(
-                teacher, tokenizer, corpus.training, num_positions=num_positions, init_from=options.init_from
+                teacher,
+                tokenizer,
+                corpus.training,
+                num_positions=num_positions,
+                seed=seed,
+                init_from=options.init_from,
             )
 
 

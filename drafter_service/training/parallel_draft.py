@@ -111,9 +111,11 @@ class TidarPupil:
         stream: TokenStream,
         *,
         num_positions: int,
+        seed: int = 0,
         init_from: Path | None = None,
     ) -> TidarPupil:
-        """Begin with the target, or with one that was taught before."""
+        """Begin with the target, or with one that was taught before; `seed` is that of the roots that are drawn."""
+        torch.manual_seed(seed)
         model: Any
         if init_from is None:
             model = copy.deepcopy(teacher.model).float().requires_grad_()
