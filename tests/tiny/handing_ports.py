@@ -69,6 +69,12 @@ class Served:
     def stream(self, message: GenerationRequest) -> AsyncIterator[RequestOutput | None]:
         return self.table.stream(encode(message))
 
+    def has_channel_for(self, request_id: str) -> bool:
+        """Whether a taker's channel has connected; until then parts would go in frames."""
+        takes = list(self.bench.handovers.giver._takes.values())
+        senders = [take.sender for take in takes if take.message.request_id == request_id]
+        return any(sender is not None and sender.is_connected for sender in senders)
+
     async def stop(self) -> None:
         await self.calls.close()
         await self._server.stop(grace=None)
