@@ -139,9 +139,6 @@ def roll_out(service: LiveService, index: int) -> Inject:
     return inject
 
 
-PREFILL_KILLED = Case(
-    "prefill verifier's engine killed within a handover", within_handovers(kill_rank(PREFILL, 0)), strikes_early=True
-)
 DECODE_KILLED = Case(
     "decode verifier's engine killed while it takes over",
     within_handovers(kill_rank("Verifier", 0)),
@@ -149,7 +146,11 @@ DECODE_KILLED = Case(
 )
 MOVED_DRAFTER_KILLED = Case("drafter of requests that were handed over killed", kill_rank("Drafter", 0))
 HANDOVER_CASES = (
-    PREFILL_KILLED,
+    Case(
+        "prefill verifier's engine killed within a handover",
+        within_handovers(kill_rank(PREFILL, 0)),
+        strikes_early=True,
+    ),
     Case(
         "whole prefill verifier killed within a handover", within_handovers(kill_replica(PREFILL)), strikes_early=True
     ),

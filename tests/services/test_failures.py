@@ -22,7 +22,6 @@ from services.failures import (
     MAX_PAUSE_S,
     MOVED_DRAFTER_KILLED,
     NUM_STREAMS,
-    PREFILL_KILLED,
     Case,
     Drill,
     HandoverDrill,
@@ -102,9 +101,9 @@ def handovers(shared_ray: SharedRay) -> HandoverDrill:
     return handover_drill(shared_ray)
 
 
-@pytest.mark.parametrize("case", [PREFILL_KILLED, DECODE_KILLED, MOVED_DRAFTER_KILLED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [DECODE_KILLED, MOVED_DRAFTER_KILLED], ids=lambda case: case.name)
 def test_a_handover_loses_nothing(handovers: HandoverDrill, case: Case):
-    """Draining: the rolling update above."""
+    """Draining is the rolling update above; givers that die are in the soak: their restart takes long."""
     handovers.wait_until_whole()
     before = handovers.num_handovers()
     require_unharmed(handovers.run(case, index=4), max_pause_s=MAX_PAUSE_S)
