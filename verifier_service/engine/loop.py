@@ -152,6 +152,7 @@ class EngineLoop:
         self._unpublished += failed
         for message, kv in taken:
             if (refusal := self._engine.add(message, kv)) is not None:
+                self._engine.handovers.taker.drop(message.request_id)
                 self._failures.append(refusal)
         return bool(taken)
 

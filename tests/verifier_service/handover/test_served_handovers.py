@@ -109,6 +109,22 @@ async def test_a_taker_that_is_cancelled_hangs_up(benches):
         await first.aclose()
 
 
+async def test_a_request_that_the_takers_engine_refuses_leaves_nothing_on_the_host(benches):
+    """Its KV has come, and then the engine finds that it cannot run."""
+    async with pair(benches[False]) as (giver, taker):
+        message = ask("a", prompts()[0])
+        source = KVSource(endpoint=giver.endpoint, request_id="a")
+        unknown = replace(message.sampling, bad_words=((1 << 20,),))  # a token that no vocabulary here has
+        rest = taker.stream(replace(message, request_id="b", kv_source=source, sampling=unknown))
+        assert await anext(rest) is None
+        async with contextlib.aclosing(giver.stream(replace(message, hands_over=True))) as first:
+            assert await anext(first) is None
+            last = await anext(rest)
+            assert last is not None
+            assert last.finish_reason is FinishReason.ERROR
+        assert not taker.bench.handovers.taker._num_bytes
+
+
 async def test_calls_that_cannot_be_answered_say_why():
     sent: list[object] = []
     for calls, payload, code in [
