@@ -249,7 +249,7 @@ class RoutedBackend:
         `Unavailable` if the verifier is lost, `InvalidRequest` if it refuses.
         """
         is_known = request.session_id is not None or len(request.prompt_token_ids) >= AFFINITY_PREFIX_TOKENS
-        name = internal_id(self._gateway_id, next(self._serial), request.request_id)
+        name = self._new_name(request)
         ask = RouteAsk(
             request_id=name,
             num_prompt_tokens=len(request.prompt_token_ids),

@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 
 from outrider.lab.simulate.load import poisson_arrivals
+from outrider.lab.simulate.paged_verifier import BLOCK_SIZE, DRAFTER_ID, outcome_of
 from outrider.lab.simulate.simulation import FleetShape
 from outrider.lab.simulate.system import LoadLaw, System
 from outrider.verifier_service.messages.draft import Draft
@@ -46,9 +47,7 @@ BUDGETS = (512, 2048, 8192)  # `max_num_batched_tokens`
 PREFILL_BUDGET = 2048  # where nobody decodes: a part of KV is sent as often
 LINKS = (50e9, 25e9, 1.25e9)  # bytes per second: NVLink or several RDMA cards, one of 200 Gb/s, TCP at 10 Gb/s
 HANDOVER_S = 1e-3  # calls of a hand-over beside the bytes: a guess
-BLOCK_SIZE = 16
 WARM_UP_SHARE = 0.25  # of the time, which does not count
-DRAFTER_ID = "pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,14 +217,7 @@ class PlayedVerifier:
 
     def _verify(self, item: ScheduledRequest) -> Outcome:
         num_right = int(self._random.geometric(1.0 - self._acceptance)) - 1 if item.draft else 0
-        num_accepted = min(num_right, num_draft_tokens(item))
-        return Outcome.counted(
-            item.request,
-            item.draft,
-            num_new_tokens=item.num_new_tokens,
-            num_committed=1 + num_accepted if item.samples else 0,
-            num_accepted=num_accepted,
-        )
+        return outcome_of(item, min(num_right, num_draft_tokens(item)))
 
 
 class ApartRun:

@@ -177,7 +177,7 @@ class PagedVerifier:
             np.asarray([[num_draft_tokens(item) for item in items]]),
             1,
         )[0].tolist()
-        return [_outcome(item, num_accepted) for item, num_accepted in zip(items, accepted, strict=True)]
+        return [outcome_of(item, num_accepted) for item, num_accepted in zip(items, accepted, strict=True)]
 
     def _commit(self, schedule: Schedule, outcomes: Sequence[Outcome], totals: PagedTotals) -> None:
         for item, outcome in zip(schedule.items, outcomes, strict=True):
@@ -194,7 +194,8 @@ class PagedVerifier:
                 self._pricing.forget(request.request_id)
 
 
-def _outcome(item: ScheduledRequest, num_accepted: int) -> Outcome:
+def outcome_of(item: ScheduledRequest, num_accepted: int) -> Outcome:
+    """Return a request's outcome in a step in which so many tokens of its draft were accepted."""
     return Outcome.counted(
         item.request,
         item.draft,

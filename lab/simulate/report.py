@@ -77,12 +77,7 @@ APART_COLUMNS: tuple[tuple[str, Callable[[ApartRow], str]], ...] = (
 
 def apart_table(rows: Sequence[ApartRow]) -> Table:
     """Draw prefill and decode apart beside verifiers that do both; times to first token are of long prompts."""
-    table = Table(title="Prefill and decode apart, on two accelerators", title_justify="left")
-    for place, (heading, _) in enumerate(APART_COLUMNS):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in APART_COLUMNS))
-    return table
+    return _columns_table(APART_COLUMNS, rows, "Prefill and decode apart, on two accelerators")
 
 
 def day_table(study: DayStudy) -> RenderableType:

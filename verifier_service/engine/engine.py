@@ -24,8 +24,6 @@ from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.handover.giver import HOLD_S
 from outrider.verifier_service.handover.handovers import Handovers
-from outrider.verifier_service.handover.kv_bytes import KVBytes
-from outrider.verifier_service.links.tensor_channel import as_tensor
 from outrider.verifier_service.messages.handover import ArrivedKV
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -108,8 +106,7 @@ class VerifierEngine:
         self.weights_folder: str | None = None  # see `EngineLoad`
         self.weights_taken_s = 0.0
         self._num_updates = 0
-        self.kv: KVBytes | None = None  # None: no request may come from or go to another verifier with its KV
-        self.handovers: Handovers | None = None  # where there is `kv`
+        self.handovers: Handovers | None = None  # None: no request may come from or go to another verifier with its KV
 
     def add(self, message: GenerationRequest, arrived: ArrivedKV | None = None) -> RequestOutput | None:
         """Queue a request, perhaps with KV of another verifier; return its error if it can never run."""
@@ -178,7 +175,8 @@ class VerifierEngine:
         self.drafting.updates.take_version(self.weight_version)
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
-            self._drop_arrived(request)  # the older weights' KV
+            if self.handovers is not None:
+                self.handovers.taker.release(request)  # the older weights' KV
         self.weights_error = None
         self.weights_folder, self.weights_taken_s = folder, self._wall_clock()
 
@@ -260,28 +258,12 @@ class VerifierEngine:
         placed = self.scheduler.take_arrived()
         if not placed:
             return schedule
+        assert self.handovers is not None, "KV came, and nobody took it"
         for request, start in placed:
-            self._write_arrived(request, start)
+            self.handovers.taker.write(request, start)
+            self.scheduler.publish_arrived(request, start)
         self.drafting.ask((request for request, _ in placed if request.num_output_tokens), now_s)
         return schedule or self.scheduler.schedule(now_s)
-
-    def _write_arrived(self, request: Request, start: int) -> None:
-        """Write a request's KV of another verifier from a position on; what is before it the prefix cache had."""
-        arrived = request.arrived
-        assert self.kv is not None
-        assert arrived is not None
-        for part in arrived.parts:
-            first, stop = max(start, part.start), min(part.stop, arrived.num_tokens)
-            if first < stop:
-                data = as_tensor(part.data).view(-1, self.kv.num_bytes_per_token)
-                self.kv.write(request.block_table, first, stop, data[first - part.start : stop - part.start])
-        self.scheduler.publish_arrived(request, start)
-        self._drop_arrived(request)
-
-    def _drop_arrived(self, request: Request) -> None:
-        if self.handovers is not None and request.arrived is not None:
-            self.handovers.taker.release(request.request_id)
-        request.arrived = None
 
     def hold_all(self) -> list[RequestOutput]:
         """Let all decoding requests stand still, for other verifiers to take; return an output that says so of each.
@@ -394,7 +376,8 @@ class VerifierEngine:
             self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
 
     def _forget(self, request: Request) -> None:
-        self._drop_arrived(request)
+        if self.handovers is not None:
+            self.handovers.taker.release(request)
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)
         self.mask_rows.forget(request.request_id)

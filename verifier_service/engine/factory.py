@@ -106,7 +106,7 @@ def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -
         store=store,
         transport=spec.tensor_transport,
     )
-    engine.kv, engine.handovers = kv, Handovers(giver, taker)
+    engine.handovers = Handovers(giver, taker)
     return engine.handovers
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from outrider.verifier_service.handover.kv_bytes import KVBytes
-from outrider.verifier_service.links.tensor_channel import TensorReceiver, TensorStore
+from outrider.verifier_service.links.tensor_channel import TensorReceiver, TensorStore, as_tensor
 from outrider.verifier_service.messages.handover import (
     GIVER_MESSAGES,
     ArrivedKV,
@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.handover import (
     PullKV,
     TakenFrame,
 )
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode
 
@@ -112,13 +112,25 @@ class Taker:
         except WireError as error:
             self._fail(pull, str(error))
 
-    def release(self, request_id: str) -> None:
-        """The engine has written a request's KV, or needs it no more."""
-        self._num_bytes.pop(request_id, None)
+    def write(self, request: Request, start: int) -> None:
+        """Write a request's KV to its blocks, from a position on; what is before it the prefix cache had."""
+        arrived, width = request.arrived, self._kv.num_bytes_per_token
+        assert arrived is not None, f"{request.request_id} came without KV"
+        for part in arrived.parts:
+            first, stop = max(start, part.start), min(part.stop, arrived.num_tokens)
+            if first < stop:
+                data = as_tensor(part.data).view(-1, width)
+                self._kv.write(request.block_table, first, stop, data[first - part.start : stop - part.start])
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Drop the KV that a request brought, if it is still on the host: it is written, or is of no use any more."""
+        request.arrived = None
+        self._num_bytes.pop(request.request_id, None)
 
     def drop(self, request_id: str) -> None:
         """Forget a request that was cancelled, if it is on its way or waits for blocks."""
-        self.release(request_id)
+        self._num_bytes.pop(request_id, None)
         pull = self._pulls.get(request_id)
         if pull is not None:
             self._end(pull)
@@ -210,7 +222,7 @@ class Taker:
 
     def _fail(self, pull: _Pull, reason: str) -> None:
         self._end(pull)
-        self.release(pull.message.request_id)
+        del self._num_bytes[pull.message.request_id]
         self._failed.append(RequestOutput.not_taken(pull.message.request_id, reason))
 
     def _end(self, pull: _Pull) -> None:
