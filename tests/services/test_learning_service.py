@@ -94,7 +94,7 @@ def killed(deployment: str) -> Callable[[LiveService, int], Inject]:
 
 
 def test_what_may_be_learned_from_reaches_the_learner_and_nothing_else(service: LiveService, drill: Drill):
-    wait_for(lambda: status(service)["num_seen"] > 0, WAIT_S)  # those of `wait_for_drafts`
+    wait_for(lambda: samples_come(service), WAIT_S)
     service.wait_until_idle()
     before = settled(service)
     for body in ({"store": False}, {"cache_salt": "a"}):
@@ -104,6 +104,12 @@ def test_what_may_be_learned_from_reaches_the_learner_and_nothing_else(service: 
     wait_for(lambda: status(service)["num_seen"] > before, WAIT_S)
     assert status(service)["num_bytes"] > 0
     assert (status(service)["phase"], status(service)["serving"]) == ("collecting", "v0")
+
+
+def samples_come(service: LiveService) -> bool:
+    """Send a request each time: a drafter takes samples once its learner's first visit has asked for them."""
+    service.stream("import os\n", max_tokens=16)
+    return int(status(service)["num_seen"]) > 0
 
 
 def settled(service: LiveService) -> int:
