@@ -34,7 +34,7 @@ from outrider.drafter_service.learning.reservoir import Reservoir
 from outrider.drafter_service.learning.shelf import Shelf, digest_of
 from outrider.drafter_service.learning.study import PupilStudy
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
-from outrider.verifier_service.engine.control import change_beside
+from outrider.verifier_service.engine.control import Message, Result, change_beside
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect
 from outrider.verifier_service.model.settled import resolve_device
@@ -139,10 +139,11 @@ class LearnerLoop:
             case LearnerSettingsChange():
                 self._learner.change_settings(message.settings)
             case Ask():
-                self._beside(lambda ask: self._answers.append(self._learner.handle(ask)), message)
+                answer = self._beside(self._learner.handle, message)
+                self._answers.append(answer)  # not in one line: meanwhile, `_tell` begins a new list
 
-    def _beside(self, work: Callable[..., None], message: object) -> None:
-        """Do what may take long on a thread; what drafters shall do stays as it is meanwhile."""
+    def _beside(self, work: Callable[[Message], Result], message: Message) -> Result:
+        """Do what may take long on a thread, and return its result; what drafters shall do stays as it is meanwhile."""
         orders, others = self._learner.orders, threads()
 
         def meanwhile() -> None:
@@ -151,7 +152,7 @@ class LearnerLoop:
                 hurry(threads() - others)  # the work's thread, and those that torch has started for it
             self._tell(orders)
 
-        change_beside(work, message, meanwhile, UPDATE_INTERVAL_S)
+        return change_beside(work, message, meanwhile, UPDATE_INTERVAL_S)
 
     def _tell(self, orders: Orders) -> None:
         """Say what has changed at once, and the rest from time to time."""

@@ -29,7 +29,7 @@ from outrider.drafter_service.learning.messages import (
     Texts,
     Visit,
 )
-from outrider.drafter_service.learning.rank_main import LearnerLoop, build_learner
+from outrider.drafter_service.learning.rank_main import UPDATE_INTERVAL_S, LearnerLoop, build_learner
 from outrider.drafter_service.service.speculative_config import (
     Location,
     Method,
@@ -237,6 +237,25 @@ def test_it_stays_talkative_while_a_step_takes_long(root, tmp_path):
     loop = Loop(learner)
     loop.hear_until(lambda: learner.num_steps)
     assert len(loop.updates) >= 3
+    loop.end()
+
+
+class SlowToAnswer(SlowLearner):
+    """A learner that says what it is at several times before an operator has an answer."""
+
+    def has_work(self):
+        return False
+
+    def handle(self, ask):
+        time.sleep(3 * UPDATE_INTERVAL_S)
+        return self._made.handle(ask)
+
+
+def test_an_answer_that_takes_long_is_not_lost(root, tmp_path):
+    loop = Loop(SlowToAnswer(build_learner(learner_spec(root, tmp_path, Method.SUFFIX), None)))
+    loop.hear_until(lambda: loop.updates)
+    loop.pipe.send_bytes(encode(Ask(call_id="1", action=Action.PAUSE)))
+    loop.hear_until(lambda: any(update.answers for update in loop.updates))
     loop.end()
 
 
