@@ -4,9 +4,9 @@
     taker      |- - - - takes the KV, as it is computed - - -|t1|t2|t3 ...
                                                              ^ published from here on
 
-The giver is a verifier of role `prefill`, or one that drains: then the taker begins once `is_held` has come. Only one
-of the two is read at a time, so no token is published twice. A taker that lacks anything ends as `NOT_TAKEN`, and has
-drawn nothing: the request goes on from what was published, as after a loss.
+The giver is a verifier of role `prefill`, or one that drains or is crowded: then the taker begins once `is_held` has
+come. Only one of the two is read at a time, so no token is published twice. A taker that lacks anything ends as
+`NOT_TAKEN`, and has drawn nothing: the request goes on from what was published, as after a loss.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Journey:
 
     leg: Leg  # that is read
     taker: Leg | None = None  # that has begun already, while the first one prefills
-    find_taker: Callable[[Leg], Awaitable[Leg | None]]  # for a request whose verifier drains; None: there is none
+    find_taker: Callable[[Leg], Awaitable[Leg | None]]  # for a request that its verifier holds; None: there is none
     on_taken: Callable[[KVSource], None]  # before the taker's first output
     tell: TellHandover
     clock: Callable[[], float]

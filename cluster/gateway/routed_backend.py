@@ -361,7 +361,7 @@ class RoutedBackend:
         ).outputs()
 
     async def _find_taker(self, run: _Run, giver: Leg) -> Leg | None:
-        """Let another verifier take a request over whose verifier drains; None: there is none now."""
+        """Let another verifier take over a request that its verifier holds; None: there is none now."""
         name = self._new_name(run.journal.request)
         excluded = (giver.verifier_id, *run.attempts.excluded_verifier_ids)
         try:

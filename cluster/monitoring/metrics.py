@@ -121,7 +121,7 @@ HANDOVERS = Definition(
     name="handovers",
     kind="counter",
     formula="Requests that another verifier took over with their KV (taken: from the one that computed the prompt; "
-    "moved: from one that drained), or could not take (not_taken, with the reason)",
+    "moved: from one that drained or was crowded), or could not take (not_taken, with the reason)",
     labels=(*LABELS, "outcome", "reason"),
 )
 HANDOVER_WAIT = Definition(

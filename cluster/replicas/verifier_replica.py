@@ -173,6 +173,8 @@ class VerifierReplica:
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
         self._has_taker = directive.has_taker
+        if directive.moves_one:
+            self._hand_over(max_held=1)
         self._missed.follow(directive.weights)
         await self._drafters.follow(directive)
 
@@ -232,10 +234,10 @@ class VerifierReplica:
             logger.warning("draining ends after %s s with %d requests left", self._drain_timeout_s, len(self._table))
             self._table.fail("the verifier is stopping")
 
-    def _hand_over(self) -> None:
-        """Hold the requests that decode, if another verifier could take them: alone, they would wait for nobody."""
+    def _hand_over(self, max_held: int | None = None) -> None:
+        """Hold requests that decode, if another verifier could take them: alone, they would wait for nobody."""
         if self._handovers is not None and self._has_taker:
-            self._host.send(HandOver())
+            self._host.send(HandOver(max_held=max_held))
 
     async def __del__(self) -> None:
         with contextlib.suppress(ConnectionError):  # the engine may end before its requests do

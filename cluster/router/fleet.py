@@ -145,6 +145,7 @@ class Directive:
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
     weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
     has_taker: bool = False  # another verifier could take its requests over
+    moves_one: bool = False  # requests wait there, and another verifier has room: hand a running one over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +287,7 @@ class RouterPolicy:
     max_queue_depth: int = 64  # a drafter with more waiting asks gets no new requests and hands some over
     expire_after_s: float = 3.0  # a replica that has not reported for this long is gone
     min_handover_tokens: int = 64  # a shorter prompt is computed where it decodes: to move it costs more than it saves
+    move_after_s: float = 1.0  # a verifier where requests wait for so long hands running ones to one that has room
     stale_snapshot_s: float = 10.0  # an older snapshot lists the replicas, but its loads are outdated
 
     def __post_init__(self) -> None:
@@ -294,7 +296,7 @@ class RouterPolicy:
                 raise ValueError(f"{name} must be at least 0")
         if not 0.0 <= self.kv_pressure_from <= 1.0:
             raise ValueError("kv_pressure_from must be in [0, 1]")
-        for name in ("on_dwell_s", "off_dwell_s"):
+        for name in ("on_dwell_s", "off_dwell_s", "move_after_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
         check_table(self.draft_length_by_batch_size)

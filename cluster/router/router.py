@@ -26,7 +26,7 @@ from outrider.cluster.router.fleet import (
     is_fresh,
 )
 from outrider.cluster.router.planning import VerifierMemory, decision_of, plan_speculation
-from outrider.cluster.router.routing import route
+from outrider.cluster.router.routing import is_crowded, route
 from outrider.drafter_service.learning.messages import LearnerStatus
 
 
@@ -50,6 +50,8 @@ class RouterCore:
         memory = self._memory_for(report)
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
         decision = plan_speculation(report, drafters, memory, self.policy, now_s)
+        takers = self._takers(report)
+        crowded_since_s = self._crowded_since_s(report, takers, now_s)
         load = replace(report.load, requests=())  # no route depends on them: snapshots stay small
         state = VerifierState(
             report=replace(report, load=load, step_times=()),
@@ -57,7 +59,7 @@ class RouterCore:
             default_plan=decision.default_plan,
             price=decision.price,
         )
-        self._verifiers[report.verifier_id] = _Verifier(state, decision.memory)
+        self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, crowded_since_s)
         self._decisions.update(decision.switched)
         # a draining drafter keeps its links until its last session has ended
         links = tuple([self._drafters[drafter_id].report.link for drafter_id in sorted(self._drafters)])
@@ -66,7 +68,8 @@ class RouterCore:
             default_plan=decision.default_plan,
             drafters=links,
             weights=self._missed_weights(report),
-            has_taker=self._has_taker(report),
+            has_taker=bool(takers),
+            moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self.policy.move_after_s,
         )
 
     def _missed_weights(self, report: VerifierReport) -> FleetWeights | None:
@@ -75,14 +78,18 @@ class RouterCore:
         is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
         return weights if is_behind else None
 
-    def _has_taker(self, report: VerifierReport) -> bool:
-        """Return whether another verifier takes requests, and has the same weights."""
-        others = (known.state.report for id_, known in self._verifiers.items() if id_ != report.verifier_id)
-        version = report.load.weight_version
-        return any(
-            not other.draining and other.load.weights_error is None and other.load.weight_version == version
-            for other in others
-        )
+    def _takers(self, report: VerifierReport) -> list[VerifierState]:
+        """Return the other verifiers that take requests, and have the weights that a verifier's KV is of."""
+        weights = FleetWeights.of([report])
+        others = (known.state for id_, known in self._verifiers.items() if id_ != report.verifier_id)
+        return [other for other in others if not other.report.draining and other.report.serves(weights)]
+
+    def _crowded_since_s(self, report: VerifierReport, takers: list[VerifierState], now_s: float) -> float | None:
+        """Return since when, by every report, others should take running requests of a verifier; None: they need not."""
+        if not is_crowded(report, takers):
+            return None
+        known = self._verifiers.get(report.verifier_id)
+        return now_s if known is None or known.crowded_since_s is None else known.crowded_since_s
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
         """Store a drafter's report; raise `StaleEpochError` for an old incarnation."""
@@ -178,6 +185,7 @@ class StaleEpochError(RuntimeError):
 class _Verifier:
     state: VerifierState
     memory: VerifierMemory
+    crowded_since_s: float | None  # since when others should take running requests of it; None: they need not
 
 
 def _refuse_stale(replica_id: str, epoch: int, known_epoch: int) -> None:

@@ -12,6 +12,9 @@ others:
 
 Where verifiers have roles, a long prompt is computed at one of role `prefill`, chosen by the same two rules, and
 decoded at another verifier. Roles are preferences: without a verifier of its role, any other one does the work.
+
+What runs may move on: while requests wait at a verifier and another one has room, running ones go there with their KV,
+one at a time (Sun et al., "Llumnix", 2024). So a verifier that has joined is of use to those that came before it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from outrider.cluster.router.fleet import (
     PlacementReason,
     RouteAsk,
     RouterPolicy,
+    VerifierReport,
     VerifierRole,
     VerifierState,
     is_fresh,
@@ -39,6 +43,7 @@ KV_WEIGHT = 16.0  # running requests that a full KV cache counts as: beyond it t
 PRICE_WEIGHT = 8.0  # running requests that a price of 1 counts as: compute-bound, one more slows all others down
 AFFINITY_LOAD_FACTOR = 1.25  # times the least load: a cached prefix saves less than a longer wait would cost
 AFFINITY_SLACK = 4.0  # in running requests; without it an idle fleet would never keep a prefix together
+MAX_TAKER_KV = 0.5  # used share of KV blocks up to which a verifier takes running requests of a crowded one
 
 
 class NoVerifierError(RuntimeError):
@@ -77,6 +82,22 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
         reason=reason,
         prefill_verifier_id=None if prefill is None else prefill.report.verifier_id,
         prefill_endpoint="" if prefill is None else prefill.report.endpoint,
+    )
+
+
+def is_crowded(report: VerifierReport, takers: Sequence[VerifierState]) -> bool:
+    """Return whether requests wait at a verifier, and one of the others could take a running one and start it at once.
+
+    That one runs fewer requests even with one more: so no request goes to and fro.
+    """
+    if report.load.num_waiting == 0 or report.draining or report.role is VerifierRole.PREFILL:
+        return False
+    decode = [taker for taker in takers if taker.report.role is not VerifierRole.PREFILL]
+    idle = [taker for taker in decode if taker.report.load.num_waiting == 0]
+    return any(
+        taker.report.load.num_running + taker.num_assigned + 1 < report.load.num_running
+        and taker.report.load.kv_usage <= MAX_TAKER_KV
+        for taker in idle
     )
 
 

@@ -265,15 +265,19 @@ class VerifierEngine:
         self.drafting.ask((request for request, _ in placed if request.num_output_tokens), now_s)
         return schedule or self.scheduler.schedule(now_s)
 
-    def hold_all(self) -> list[RequestOutput]:
-        """Let all decoding requests stand still, for other verifiers to take; return an output that says so of each.
+    def hold(self, max_held: int | None = None) -> list[RequestOutput]:
+        """Let decoding requests stand still, for other verifiers to take; return an output that says so of each.
 
-        No step may be in flight. Without `handovers`, nothing happens.
+        At most `max_held` stand still at a time (None: all), the least senior ones first: a preemption would take them
+        first. No step may be in flight. Without `handovers`, nothing happens.
         """
         if self.handovers is None:
             return []
-        decoding = (request for request in self.scheduler.running if request.is_decoding and request.num_output_tokens)
+        running = self.scheduler.running[::-1]
+        decoding = [request for request in running if request.is_decoding and request.num_output_tokens]
         held = [request for request in decoding if request.stands_until_s is None]
+        if max_held is not None:
+            held = held[: max(0, max_held - len(decoding) + len(held))]
         for request in held:
             request.stands_until_s = self._clock() + HOLD_S
         return [replace(self._outputs.ended(request, None), is_held=True) for request in held]

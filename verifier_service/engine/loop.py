@@ -188,9 +188,9 @@ class EngineLoop:
             case TakeKV() | EndTake() | TakenFrame():
                 if self._engine.handovers is not None:
                     self._engine.handovers.handle(message)
-            case HandOver():
+            case HandOver(max_held=max_held):
                 self._unpublished += self._engine.drain()
-                self._unpublished += self._engine.hold_all()
+                self._unpublished += self._engine.hold(max_held)
             case _:
                 self._unpublished += self._engine.drain()
                 self._publish()  # a change of weights takes long

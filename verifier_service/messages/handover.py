@@ -36,10 +36,12 @@ class KVSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """To an engine whose verifier drains: hold all requests that decode, for other verifiers to take.
+    """To an engine whose verifier drains, or is full: hold requests that decode, for other verifiers to take.
 
     Each gets an output without tokens and with `is_held`. A request that nobody takes goes on by itself.
     """
+
+    max_held: int | None = None  # so many are held at a time, those that are held already included; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,17 @@ async def test_what_runs_leaves_a_verifier_that_drains(benches):
         assert len(first.table) == 0
 
 
+async def test_one_at_a_time_leaves_a_verifier_that_is_full(benches):
+    async with fleet_over(benches, has_roles=False) as (fleet, first, _):
+        expected = await alone(fleet)
+        streams = [fleet.backend.generate(each) for each in requests()]
+        begun = [tokens_of([await anext(stream)]) for stream in streams]
+        first._shell.send(HandOver(max_held=1))
+        rest = await asyncio.gather(*(collected(stream) for stream in streams))
+        assert [before + after for before, after in zip(begun, rest, strict=True)] == expected
+        assert fleet.handovers == [("moved", "", True)]
+
+
 async def collected(stream: AsyncIterator) -> tuple[int, ...]:
     return tokens_of([output async for output in stream])
 

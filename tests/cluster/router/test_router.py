@@ -1,11 +1,12 @@
 """The router in virtual time: a simulated verifier follows it and reports every second."""
 
 import time
+from typing import Any
 
 import pytest
 
 from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, names
-from fakes.reports import drafter_report, verifier_report
+from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
@@ -348,6 +349,47 @@ class TestHandovers:
         assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.2).has_taker
         core.report_verifier(verifier_report("b", weight_version="2", weights_error="half"), 1.3)
         assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.3).has_taker
+
+    def test_running_requests_leave_a_verifier_where_others_have_waited_for_a_while(self):
+        core = RouterCore(RouterPolicy(move_after_s=1.0))
+        crowded = verifier_report("a", num_running=4, num_waiting=2)
+        core.report_verifier(verifier_report("b", num_running=1), 0.0)
+        answers = {now_s: core.report_verifier(crowded, now_s).moves_one for now_s in (0.0, 0.9, 1.0, 1.3)}
+        assert answers == {0.0: False, 0.9: False, 1.0: True, 1.3: True}
+        core.report_verifier(changed(crowded, num_waiting=0), 1.4)
+        assert not core.report_verifier(crowded, 1.5).moves_one, "it counts anew"
+
+    @pytest.mark.parametrize(
+        ("figures", "other"),
+        [
+            ({}, {"draining": True}),
+            ({}, {"weight_version": "2"}),
+            ({}, {"role": VerifierRole.PREFILL}),
+            ({}, {"num_waiting": 1}),
+            ({}, {"num_running": 3}),
+            ({}, {"kv_usage": 0.6}),
+            ({"num_waiting": 0, "kv_usage": 1.0}, {}),
+            ({"role": VerifierRole.PREFILL}, {}),
+            ({"draining": True}, {}),
+        ],
+        ids=str,
+    )
+    def test_they_stay_where_no_other_has_room_or_none_waits(self, figures: dict[str, Any], other: dict[str, Any]):
+        core = RouterCore(RouterPolicy(move_after_s=0.0))
+        crowded = verifier_report("a", num_running=4, num_waiting=2)
+        core.report_verifier(verifier_report("b", num_running=2), 1.0)
+        assert core.report_verifier(crowded, 1.0).moves_one
+        core.report_verifier(verifier_report("b", **{"num_running": 2, **other}), 1.1)
+        assert not core.report_verifier(changed(crowded, **figures), 1.1).moves_one
+
+    def test_a_request_that_was_sent_to_the_other_meanwhile_counts_there(self):
+        core = RouterCore(RouterPolicy(move_after_s=0.0))
+        crowded = verifier_report("a", num_running=4, num_waiting=2)
+        core.report_verifier(verifier_report("b", num_running=2), 1.0)
+        core.report_verifier(crowded, 1.0)
+        ask = RouteAsk(request_id="moves", num_prompt_tokens=8, excluded_verifier_ids=("a",))
+        assert core.route(ask, 1.0).verifier_id == "b"
+        assert not core.report_verifier(crowded, 1.1).moves_one
 
     def test_both_verifiers_of_a_request_are_loaded_by_it(self):
         core = RouterCore(RouterPolicy())

@@ -94,9 +94,9 @@ def test_a_request_that_runs_moves_on_with_its_kv(single, giver, taker):
     giver.add(ask("a", prompts()[1]))
     while len(giver.tokens("a")) < 9:
         giver.step()
-    held = giver.engine.hold_all()
+    held = giver.engine.hold()
     assert [(output.request_id, output.token_ids, output.is_held) for output in held] == [("a", (), True)]
-    assert giver.engine.hold_all() == [], "it is held already"
+    assert giver.engine.hold() == [], "it is held already"
     giver.step()
     published = tuple(giver.tokens("a"))
     source = KVSource(endpoint="", request_id="a")
@@ -111,6 +111,19 @@ def test_a_request_that_runs_moves_on_with_its_kv(single, giver, taker):
     num_rounds = len(taker.outputs_of("b"))
     num_scheduled = taker.engine.stats.num_scheduled_tokens - num_before
     assert num_scheduled == num_rounds + num_drafted, "nothing was computed again"
+
+
+def test_a_full_verifier_gives_its_least_senior_request_and_no_other_while_that_stands(giver):
+    for name in "abc":
+        giver.add(ask(name, prompts()[0], sampling={"max_tokens": 64}))
+    while not all(giver.tokens(name) for name in "abc"):
+        giver.step()
+    assert [output.request_id for output in giver.engine.hold(1)] == ["c"]
+    assert giver.engine.hold(1) == []
+    assert [output.request_id for output in giver.engine.hold(2)] == ["b"]
+    giver.engine.cancel("c")
+    giver.step()
+    assert [output.request_id for output in giver.engine.hold()] == ["a"]
 
 
 def test_a_taker_that_draws_anew_says_the_whole_answer(single, giver, taker):
