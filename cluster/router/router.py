@@ -85,7 +85,7 @@ class RouterCore:
         return [other for other in others if not other.report.draining and other.report.serves(weights)]
 
     def _crowded_since_s(self, report: VerifierReport, takers: list[VerifierState], now_s: float) -> float | None:
-        """Return since when, by every report, others should take running requests of a verifier; None: they need not."""
+        """Return since when others should take running requests of a verifier, by every report; None: not now."""
         if not is_crowded(report, takers):
             return None
         known = self._verifiers.get(report.verifier_id)
