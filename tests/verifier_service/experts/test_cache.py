@@ -12,6 +12,7 @@ import torch
 
 from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, generate, make_engine
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
@@ -80,11 +81,11 @@ def test_logits_are_equal_to_the_bit(served, num_cached):
     assert mixtures
     expected, got = step_logits(served.resident), step_logits(offloaded)
     assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
-    for mixture in mixtures:
-        counts = mixture.cache.counts
-        assert mixture.cache.gate_up.shape[0] == min(num_cached, NUM_EXPERTS)
-        assert counts.num_taken > 0
-        assert counts.num_hits <= counts.num_taken
+    assert all(mixture.cache.gate_up.shape[0] == min(num_cached, NUM_EXPERTS) for mixture in mixtures)
+    counts = offloaded.model.fetches
+    assert 0 <= counts.num_hits <= counts.num_taken
+    assert counts.num_taken >= len(mixtures) * len(expected) * NUM_ACTIVE, "of each layer and step"
+    assert served.resident.model.fetches is None
     assert offloaded.model.not_captured == "offloaded_experts"
 
 
@@ -158,7 +159,8 @@ class LateCopier:
 
 def make_cache(num_slots: int, copier: object) -> tuple[ExpertCache, torch.Tensor]:
     gate_up = torch.arange(8.0)[:, None, None].expand(8, 4, 3).clone()
-    return ExpertCache(gate_up, gate_up[:, :3, :2].clone(), num_slots, CPU, copier), gate_up  # type: ignore[arg-type]
+    down = gate_up[:, :3, :2].clone()
+    return ExpertCache(gate_up, down, num_slots, CPU, copier, FetchCounts()), gate_up  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copier", [LateCopier, ThreadCopier])
@@ -198,7 +200,7 @@ def test_gates_foresee_the_next_layer(served):
             for mixture in mixtures_of(offloaded):
                 mixture.following = None
         step_logits(offloaded)
-        hits.append(sum(mixture.cache.counts.num_hits for mixture in mixtures_of(offloaded)))
+        hits.append(offloaded.model.fetches.num_hits)
     assert hits[0] > hits[1], hits
 
 
