@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, generate, make_engine
+from outrider.verifier_service.engine.loop import engine_load
+from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
 from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import OffloadedExperts
-from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
@@ -202,6 +206,19 @@ def test_gates_foresee_the_next_layer(served):
         step_logits(offloaded)
         hits.append(offloaded.model.fetches.num_hits)
     assert hits[0] > hits[1], hits
+
+
+def test_a_load_report_has_the_counts(served):
+    runners = served.resident, load(served.folder, 4)
+    reports = []
+    for runner in runners:
+        engine = make_engine(runner, Hints({}), Limits())
+        engine.stats.fetches = ParallelRunner(runner).fetches
+        step_logits(runner)
+        update = EngineUpdate(load=engine_load(engine, RecentRates(), 0.0))
+        reports.append(decode(encode(update), FROM_ENGINE).load.counters.fetches)
+    assert reports == [None, runners[1].model.fetches]
+    assert reports[1].num_taken > reports[1].num_hits > 0
 
 
 def test_what_cannot_be_is_refused_by_name(served, tmp_path):
