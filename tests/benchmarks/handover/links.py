@@ -7,7 +7,8 @@ narrow otherwise, so that steps cost little. The giver has the prompts in its pr
     the taker waits   it has asked, and its channel is connected, when the giver gets the request: a prefill elsewhere
     the KV waits      the giver holds the request when the taker hears of it: a verifier that drains
 
-A time ends with the taker's first token: it holds one step of the taker, and of the giver where the taker waits.
+Requests come one at a time, or several at once. A time ends with the taker's last first token: it holds one step of the
+taker, and of the giver where the taker waits.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,18 +50,18 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec
 from tiny.models import make_checkpoint
 
-NUM_TOKENS = (512, 1024, 2048)
+LOADS = ((1, 64), (1, 512), (1, 1024), (1, 2048), (8, 64), (8, 512))  # requests at once, tokens of each prompt
 LAYERS, HEADS, HEAD_DIM = 30, 3, 64  # of SmolLM2-135M's KV
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * HEAD_DIM * 4  # float32
 FRAMES, PLACEBO, CHANNEL = "frames", "frames again", "channel"
 WAYS = (FRAMES, PLACEBO, CHANNEL)
 ORDERS = {True: "the taker waits", False: "the KV waits"}
-NUM_BLOCKS = 400
+NUM_BLOCKS, MAX_MODEL_LEN = 400, 4096
 CONNECT_S = 0.5  # far longer than a channel needs to connect
 SETTLE_S = 0.2  # and than all ends need to hang up
 HEADINGS = (
     "order",
-    "tokens, MB",
+    "requests of tokens, MB",
     "way",
     "ms",
     "least, most",
@@ -73,21 +75,23 @@ SPAWNING = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What one handover took."""
+    """What it took to hand over some requests at once."""
 
-    seconds: float
+    seconds: float  # until the last one has come
     giver_s: float  # of processors, by the verifier's shell and engine together
     taker_s: float
     frame_bytes: int  # of what the giver's engine sent in frames
 
 
-def row_of(order: str, num_tokens: int, way: str, found: Sequence[Handed]) -> list[str]:
-    """Return the medians of several handovers."""
-    seconds, num_bytes = statistics.median(one.seconds for one in found), BYTES_PER_TOKEN * num_tokens
+def row_of(order: str, load: tuple[int, int], way: str, found: Sequence[Handed]) -> list[str]:
+    """Return the medians of several repetitions."""
+    num_requests, num_tokens = load
+    num_bytes = num_requests * BYTES_PER_TOKEN * num_tokens
+    seconds = statistics.median(one.seconds for one in found)
     in_channel = 1.0 - statistics.median(one.frame_bytes for one in found) / num_bytes
     return [
         order,
-        f"{num_tokens:,}, {num_bytes / 1e6:.0f}",
+        f"{num_requests} of {num_tokens:,}, {num_bytes / 1e6:.0f}",
         way,
         f"{1e3 * seconds:.0f}",
         f"{1e3 * min(one.seconds for one in found):.0f}, {1e3 * max(one.seconds for one in found):.0f}",
@@ -160,7 +164,7 @@ class Verifier:
         """Return processor seconds of all threads, ended ones included, and bytes given in frames."""
         return sum(map(time.clock_gettime, self._clocks)), self._frame_bytes.value
 
-    async def stream(self, message: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def stream(self, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
         async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
             call = link_pb2_grpc.VerifierLinkStub(channel).Generate(link_pb2.Frame(payload=encode(message)))
             async for frame in call:
@@ -184,8 +188,8 @@ def _clock_of(pid: int) -> int:
 # --- handovers ---
 
 
-async def hand_over(giver: Verifier, taker: Verifier, name: str, num_tokens: int, *, taker_waits: bool) -> Handed:
-    """Hand a request over; returns once both sides have forgotten it."""
+async def hand_over(giver: Verifier, taker: Verifier, name: str, *, num_tokens: int, taker_waits: bool) -> float:
+    """Hand a request over, and let both sides forget it; return its seconds."""
     message = GenerationRequest(
         request_id=name,
         prompt_token_ids=tuple(random.Random(num_tokens).choices(range(3, 256), k=num_tokens)),
@@ -195,22 +199,20 @@ async def hand_over(giver: Verifier, taker: Verifier, name: str, num_tokens: int
     first = giver.stream(replace(message, hands_over=True))
     rest = taker.stream(replace(message, kv_source=source, cache_salt=name))
     if taker_waits:
-        before, taken = (giver.used(), taker.used()), asyncio.ensure_future(anext(rest))
+        taken = asyncio.ensure_future(anext(rest))
         await asyncio.sleep(CONNECT_S)
         begin_s = time.monotonic()
         await _until_held(first)
     else:
         await _until_held(first)
-        before, begin_s = (giver.used(), taker.used()), time.monotonic()
+        begin_s = time.monotonic()
         taken = asyncio.ensure_future(anext(rest))
     output = await taken
     seconds = time.monotonic() - begin_s
     assert output.token_ids, output.error
     for stream in (rest, first):
-        await stream.aclose()  # type: ignore[attr-defined]  # an async generator
-    await asyncio.sleep(SETTLE_S)
-    (giver_s, frame_bytes), (taker_s, _) = giver.used(), taker.used()
-    return Handed(seconds, giver_s - before[0][0], taker_s - before[1][0], frame_bytes - before[0][1])
+        await stream.aclose()
+    return seconds
 
 
 async def _until_held(outputs: AsyncIterator[RequestOutput]) -> None:
@@ -220,17 +222,28 @@ async def _until_held(outputs: AsyncIterator[RequestOutput]) -> None:
     raise AssertionError("the giver did not hold the request")
 
 
+async def hand_over_all(
+    giver: Verifier, taker: Verifier, names: Sequence[str], num_tokens: int, *, taker_waits: bool
+) -> Handed:
+    """Hand requests of one prompt over at once."""
+    (giver_s, frame_bytes), (taker_s, _) = giver.used(), taker.used()
+    one = partial(hand_over, giver, taker, num_tokens=num_tokens, taker_waits=taker_waits)
+    seconds = max(await asyncio.gather(*map(one, names)))
+    await asyncio.sleep(SETTLE_S)
+    (giver_end_s, end_bytes), (taker_end_s, _) = giver.used(), taker.used()
+    return Handed(seconds, giver_end_s - giver_s, taker_end_s - taker_s, end_bytes - frame_bytes)
+
+
 async def measure(giver: Verifier, takers: dict[str, Verifier], repeats: int) -> list[list[str]]:
-    """Hand over in turns; the first handover of each kind does not count."""
+    """Hand over in turns; the first time of each kind does not count."""
     names, rows = map(str, itertools.count()), []
-    for (taker_waits, order), num_tokens in itertools.product(ORDERS.items(), NUM_TOKENS):
+    for (taker_waits, order), load in itertools.product(ORDERS.items(), LOADS):
         found: dict[str, list[Handed]] = {way: [] for way in WAYS}
-        for repeat in range(-1, repeats):
+        for repeat in range(repeats + 1):
             for way in (WAYS[(place + repeat) % len(WAYS)] for place in range(len(WAYS))):
-                one = await hand_over(giver, takers[way], next(names), num_tokens, taker_waits=taker_waits)
-                if repeat >= 0:
-                    found[way].append(one)
-        rows += [row_of(order, num_tokens, way, found[way]) for way in WAYS]
+                own = [next(names) for _ in range(load[0])]
+                found[way].append(await hand_over_all(giver, takers[way], own, load[1], taker_waits=taker_waits))
+        rows += [row_of(order, load, way, found[way][1:]) for way in WAYS]
     return rows
 
 
@@ -253,7 +266,7 @@ def table_of_links(repeats: int) -> list[str]:
             num_attention_heads=HEADS,
             num_key_value_heads=HEADS,
             head_dim=HEAD_DIM,
-            max_position_embeddings=2 * max(NUM_TOKENS),
+            max_position_embeddings=MAX_MODEL_LEN,
         )
         giver, by_frames, by_channel = (Verifier(spec_of(Path(folder), way)) for way in ("", "", "gloo"))
         for verifier in (giver, by_frames, by_channel):

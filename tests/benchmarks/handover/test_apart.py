@@ -77,6 +77,6 @@ def test_an_arm_is_what_serve_takes():
 def test_a_way_of_kv_is_shown_by_its_medians():
     num_bytes = 512 * BYTES_PER_TOKEN
     found = [Handed(0.1, 0.03, 0.05, num_bytes), Handed(0.2, 0.04, 0.06, num_bytes // 4), Handed(0.4, 0.05, 0.09, 0)]
-    row = row_of("the KV waits", 512, "channel", found)
-    assert row == ["the KV waits", "512, 24", "channel", "200", "100, 400", "118", "40", "60", "75%"]
-    assert row_of("", 512, "frames", found[:1])[-1] == "0%", "no more than all went in frames"
+    row = row_of("the KV waits", (1, 512), "channel", found)
+    assert row == ["the KV waits", "1 of 512, 24", "channel", "200", "100, 400", "118", "40", "60", "75%"]
+    assert row_of("", (1, 512), "frames", found[:1])[-1] == "0%", "no more than all went in frames"
