@@ -25,7 +25,7 @@ ROOMS = {
     "verifier_service/messages": "proto",
     "verifier_service/cpu": "verifier_service",
     "verifier_service/gpu": "",
-    "verifier_service/experts": "gpu",
+    "verifier_service/experts": "messages gpu",
     "verifier_service/model": "verifier_service messages cpu gpu experts",
     "verifier_service/sampling": "messages gpu model",
     "verifier_service/scheduling": "messages",

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cluster.client.chat import UNSAFE
 from outrider.cluster.client.openai_client import Server, ServerError, ask_json, open_client
+from outrider.cluster.client.top_view import safe_text
 from outrider.cluster.common.terminal import NOTHING
 
 PATH = "/v1/learner"
@@ -44,12 +44,12 @@ def render(learners: Sequence[Mapping[str, Any]]) -> RenderableType:
     parts: list[RenderableType] = []
     for learner in learners:
         parts += [Text() for _ in parts[:1]] + [_title(learner), *_counts(learner)]
-        parts += [_versions(learner["versions"]), Text(f"last: {_safe(learner['last_event']) or NOTHING}", style="dim")]
+        parts += [_versions(learner["versions"]), safe_text(f"last: {learner['last_event'] or NOTHING}", "dim")]
     return Group(*parts or [Text("no learner has reported yet")])
 
 
 def _title(learner: Mapping[str, Any]) -> Text:
-    return Text.assemble((_safe(learner["pool"]), "bold"), f"   {_safe(learner['phase'])}")
+    return Text.assemble(safe_text(learner["pool"], "bold"), safe_text(f"   {learner['phase']}"))
 
 
 def _counts(learner: Mapping[str, Any]) -> list[Text]:
@@ -75,15 +75,10 @@ def _versions(versions: Sequence[Mapping[str, Any]]) -> Table:
     for version in versions:
         acceptance, per_round = version["acceptance"], version["named_per_round"]
         table.add_row(
-            Text(_safe(version["name"]), style="green" if version["is_serving"] else ""),
-            Text(_safe(version["fate"])),
+            safe_text(version["name"], "green" if version["is_serving"] else ""),
+            safe_text(version["fate"]),
             *(str(version[name]) for name in ("num_rounds", "num_draft_tokens", "num_named_tokens")),
             NOTHING if acceptance is None else f"{acceptance:.1%}",
             NOTHING if per_round is None else f"{per_round:.2f}",
         )
     return table
-
-
-def _safe(text: str) -> str:
-    """Return a server's text without control characters: it must not control the terminal."""
-    return text.translate(UNSAFE)

@@ -49,7 +49,7 @@ def render(state: TopState) -> RenderableType:
     parts: list[RenderableType] = [_title(state)]
     if state.error is not None:
         since = "" if state.load is None else f"; what follows is {state.age_s:.0f} s old"
-        parts.append(_safe(f"no answer: {state.error}{since}", style="bold red"))
+        parts.append(safe_text(f"no answer: {state.error}{since}", style="bold red"))
     if state.load is not None:
         beside = Columns([_decisions(state.load["decisions"]), _latencies(state.latencies)], padding=(0, 4))
         verifiers, drafters = state.load["verifiers"], state.load["drafters"]
@@ -87,7 +87,7 @@ def _verifiers(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("verifiers", "state", ["running", "waiting", "KV", "tokens/s", "step", "knee", "verify idle"])
     for row in rows:
         table.add_row(
-            _safe(row["id"]),
+            safe_text(row["id"]),
             _state(row["state"]),
             str(row["num_running"]),
             Text(str(row["num_waiting"]), style="yellow" if row["num_waiting"] else ""),
@@ -105,7 +105,7 @@ def _drafts(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("drafts of", "plan", ["asked", "price", "accepted", "tokens/verif.", "late", "late by"])
     for row in rows:
         table.add_row(
-            _safe(row["id"]),
+            safe_text(row["id"]),
             _speculation(row),
             _number(row["draft_length_mean"], 1),
             _number(row["price"], 2),
@@ -122,9 +122,9 @@ def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("drafters", "state", figures)
     for row in rows:
         table.add_row(
-            _safe(row["id"]),
+            safe_text(row["id"]),
             _state(row["state"]),
-            _safe(row["pool"]),
+            safe_text(row["pool"]),
             str(row["num_sessions"]),
             str(row["queue_depth"]),
             _ms(row["mean_draft_s"] or None),
@@ -141,13 +141,13 @@ def _learners(rows: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("last event")
     for row in rows:
         table.add_row(
-            _safe(row["pool"]),
-            _safe(row["phase"]),
-            _safe(row["serving"]),
+            safe_text(row["pool"]),
+            safe_text(row["phase"]),
+            safe_text(row["serving"]),
             str(row["num_samples"]),
             str(row["num_steps"]),
-            _safe(named_per_round(row["versions"])),
-            _safe(row["last_event"] or NOTHING),
+            safe_text(named_per_round(row["versions"])),
+            safe_text(row["last_event"] or NOTHING),
         )
     return table
 
@@ -166,7 +166,7 @@ def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
         reason = NOTHING if row["reason"] == "none" else row["reason"]
         style = "green" if row["decision"] == "on" else ""
         table.add_row(
-            Text(row["decision"], style=style), _safe(reason), str(row["count"]), _percent(row["count"] / total)
+            Text(row["decision"], style=style), safe_text(reason), str(row["count"]), _percent(row["count"] / total)
         )
     return _or_empty(table)
 
@@ -191,7 +191,7 @@ def _or_empty(table: Table) -> Table:
     return table
 
 
-def _safe(text: str, style: str = "") -> Text:
+def safe_text(text: str, style: str = "") -> Text:
     """Return a server's text without styles or control characters: it must not control the terminal."""
     return Text(text.translate(UNSAFE), style=style)
 
@@ -203,7 +203,7 @@ def _state(state: str) -> Text:
 def _speculation(row: Mapping[str, Any]) -> Text:
     if row["draft_length"]:
         return Text(f"up to {row['draft_length']}", style="green")
-    return _safe(f"off: {row['disabled_reason'] or NOTHING}", style="yellow")
+    return safe_text(f"off: {row['disabled_reason'] or NOTHING}", style="yellow")
 
 
 def _bar(share: float) -> Text:

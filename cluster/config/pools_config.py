@@ -216,7 +216,7 @@ class PoolsConfig(Options):
 
     @property
     def tensor_transports(self) -> tuple[str, ...]:
-        """The channels for hidden states that both ends of a link offer."""
+        """The channels that both ends of a link offer for hidden states, and takers of KV."""
         return offered_transports(self.speculative.tensor_transport, is_encrypted=self.links.tls is not None)
 
     def drafter_placement(self, pool: PoolOptions) -> PoolPlacement:

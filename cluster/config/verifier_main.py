@@ -17,8 +17,7 @@ def verifier_main(config: ServiceConfig, host: str = "") -> VerifierSpec | Coloc
     if config.verifiers.engine == VLLM:
         return _vllm_spec(config)
     spec, drafter = config.verifier_spec, config.own_drafter
-    transports = config.tensor_transports
-    if transports and config.speculative.tensor_transport != "auto":  # auto: in frames, a channel has its price
+    if transports := config.tensor_transports:
         spec = dataclasses.replace(spec, tensor_transport=transports[0], tensor_host=host)
     return spec if drafter is None else ColocatedSpec(verifier=spec, drafter=drafter)
 

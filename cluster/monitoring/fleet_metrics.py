@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from outrider.cluster.monitoring.expert_metrics import EXPERTS
 from outrider.cluster.monitoring.fleet_load import tokens_per_accelerator
 from outrider.cluster.monitoring.fleet_metric import (
     FleetMetric,
@@ -406,7 +407,7 @@ _GRAPHS = (
         _capture_seconds,
     ),
 )
-_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *HANDOVERS, *UPDATES, *LEARNERS)
+_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *HANDOVERS, *EXPERTS, *UPDATES, *LEARNERS)
 FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 

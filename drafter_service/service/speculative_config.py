@@ -120,7 +120,7 @@ class SpeculativeConfig:
     # as the target's; another, by way of text; another, where both agree
     vocabulary: Literal["same", "text", "intersect"] = "same"
     state_dtype: Dtype = "auto"  # of hidden states that are sent to drafters; auto: the target's own
-    tensor_transport: Transport = "auto"  # of hidden states to a pool, beside the link; grpc: within the link
+    tensor_transport: Transport = "auto"  # of hidden states and KV, beside links; grpc: within them
     # outcomes of a verification that a pool's draft model or EAGLE head drafts for while it runs; 0: none
     # None: as many as usual, which for a head is none
     ahead_branches: Annotated[int | None, Field(ge=0, le=MAX_AHEAD_BRANCHES)] = None

@@ -18,25 +18,20 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from outrider.lab.simulate.load import poisson_arrivals
-from outrider.lab.simulate.paged_verifier import BLOCK_SIZE, DRAFTER_ID, outcome_of
+from outrider.lab.simulate.paged_verifier import BLOCK_SIZE, DRAFTER_ID, PlayedEngine, draft_of, outcome_of
 from outrider.lab.simulate.simulation import FleetShape
 from outrider.lab.simulate.system import LoadLaw, System
-from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepShape
-from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.scheduling.prefix_cache import extend_hashes
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
-from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
 # Streams that decode all the time, where one ends the next begins; long prompts, by the share of what one verifier
 # computes that does nothing else.
@@ -133,33 +128,24 @@ class ApartRow:
     figures: ApartFigures
 
 
-class PlayedVerifier:
-    """The service's scheduler and price; a step takes the roofline's time."""
+class PlayedVerifier(PlayedEngine):
+    """One verifier, and the drafter that it has for itself."""
 
     def __init__(self, fleet: FleetShape, budget: int, acceptance: float, random: np.random.Generator) -> None:
         """`acceptance`: of every draft token; 0: nothing is drafted."""
         assert fleet.drafter is not None
-        self.is_stepping = False
-        self._timing, self._drafter = fleet.verifier.timing, fleet.drafter
-        self._acceptance, self._random = acceptance, random
-        self._plan = SpeculationPlan()
+        plan = SpeculationPlan()
         if acceptance:
-            self._plan = SpeculationPlan(drafter_id=DRAFTER_ID, draft_length=fleet.drafter.max_draft_length)
-        self._pricing = DraftPricing()
-        self._pricing.use_profile(self._timing.profile(budget))
-        self._pool = BlockPool(fleet.verifier.kv_tokens // BLOCK_SIZE, BLOCK_SIZE)
-        limits = SchedulerConfig(
-            max_num_batched_tokens=budget,
-            max_num_seqs=fleet.verifier.max_num_seqs,
-            max_model_len=2 * LONG_PROMPT[1],
-            vocab_size=1,
-        )
-        self._scheduler = Scheduler(limits, self._pool, self._pricing)
+            plan = SpeculationPlan(drafter_id=DRAFTER_ID, draft_length=fleet.drafter.max_draft_length)
+        pool = BlockPool(fleet.verifier.kv_tokens // BLOCK_SIZE, BLOCK_SIZE)
+        super().__init__(replace(fleet.verifier, max_num_batched_tokens=budget), plan, pool, 2 * LONG_PROMPT[1])
+        self.is_stepping = False
+        self._drafter, self._acceptance, self._random = fleet.drafter, acceptance, random
 
     @property
     def num_tokens_left(self) -> int:
         """Tokens of all requests that have no KV yet."""
-        everyone = (*self._scheduler.running, *self._scheduler.waiting)
+        everyone = (*self.scheduler.running, *self.scheduler.waiting)
         return sum(request.num_tokens - request.num_computed_tokens for request in everyone)
 
     def take(self, number: int, client: Client, max_tokens: int, *, has_kv: bool) -> None:
@@ -173,43 +159,32 @@ class PlayedVerifier:
             plan=self._plan,
         )
         num_blocks = len(prompt) // BLOCK_SIZE
-        if has_kv and num_blocks <= self._pool.num_free_blocks:  # else it computes the prompt again
+        if has_kv and num_blocks <= self.pool.num_free_blocks:  # else it computes the prompt again
             hashes: list[bytes] = []
             extend_hashes(hashes, prompt, BLOCK_SIZE, num_blocks)
-            block_ids = self._pool.allocate(num_blocks)
+            block_ids = self.pool.allocate(num_blocks)
             for block_id, hash_ in zip(block_ids, hashes, strict=True):
-                self._pool.publish(block_id, hash_)
-            self._pool.release(block_ids)
-        self._scheduler.add(Request.of(message, client.arrival_s))
+                self.pool.publish(block_id, hash_)
+            self.pool.release(block_ids)
+        self.scheduler.add(Request.of(message, client.arrival_s))
 
     def step(self, now_s: float) -> tuple[float, Sequence[Outcome]]:
         """Run a step; return its seconds, the wait for drafts included, and its outcomes: none without requests."""
         exposed_s = self._draft()
-        schedule = self._scheduler.schedule(now_s)
+        schedule = self.scheduler.schedule(now_s)
         if schedule is None:
             return 0.0, ()
-        shape = StepShape(schedule.batch.num_tokens, sum(schedule.batch.context_lengths))
-        step_s = self._timing.seconds(shape.num_tokens, shape.num_context_tokens)
         outcomes = [self._verify(item) for item in schedule.items]
-        if not self._plan.is_off:
-            self._pricing.end_step(PricedStep(outcomes, [], shape, step_s=step_s, exposed_s=exposed_s))
-        for item, outcome in zip(schedule.items, outcomes, strict=True):
-            self._scheduler.commit(item, outcome.committed)
-            if item.request.num_output_tokens == item.request.sampling.max_tokens:
-                self._scheduler.remove(item.request.request_id)
-                self._pricing.forget(item.request.request_id)
-        return step_s + exposed_s, outcomes
+        return self._end_step(schedule, outcomes, exposed_s) + exposed_s, outcomes
 
     def _draft(self) -> float:
         """Give the decoding requests their drafts; return how long they are waited for."""
         if self._plan.is_off:
             return 0.0
-        decoding = [request for request in self._scheduler.running if request.is_decoding]
+        decoding = [request for request in self.scheduler.running if request.is_decoding]
         for request in decoding:
-            bound = min(self._plan.draft_length, request.sampling.max_tokens - request.num_output_tokens - 1)
-            ids = (0,) * self._pricing.ask(request, DRAFTER_ID, bound).length
-            draft = Draft(request_id=request.request_id, round_id=0, position=request.num_tokens, token_ids=ids)
-            request.draft = draft if ids else None
+            length = self._ask(request)
+            request.draft = draft_of(request, length) if length else None
         self._pricing.learn()
         longest = max((len(request.draft.token_ids) for request in decoding if request.draft), default=0)
         context = sum(request.num_tokens for request in decoding)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.lab.simulate.drafting import RoundLoad, SimulatedRound, choose_round
+from outrider.lab.simulate.engines import VerifierShape
 from outrider.lab.simulate.load import Workload
 from outrider.lab.simulate.simulation import FleetShape
 from outrider.lab.simulate.steady import draft_speed
@@ -51,7 +52,42 @@ class PagedTotals:
     num_accepted: int = 0
 
 
-class PagedVerifier:
+class PlayedEngine:
+    """The service's scheduler, block pool and price of drafts, for steps whose drafts and outcomes are drawn."""
+
+    def __init__(self, verifier: VerifierShape, plan: SpeculationPlan, pool: BlockPool, max_model_len: int) -> None:
+        """`plan`: of every request."""
+        self.pool, self._plan, self._timing, self._pricing = pool, plan, verifier.timing, DraftPricing()
+        self._pricing.use_profile(verifier.profile())
+        config = SchedulerConfig(
+            max_num_batched_tokens=verifier.max_num_batched_tokens,
+            max_num_seqs=verifier.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=1,
+            enable_prefix_caching=pool.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(config, pool, self._pricing)
+
+    def _ask(self, request: Request) -> int:
+        """Ask for a draft's length. No position of it lies behind the last but one token."""
+        bound = min(self._plan.draft_length, request.sampling.max_tokens - request.num_output_tokens - 1)
+        return self._pricing.ask(request, DRAFTER_ID, bound).length
+
+    def _end_step(self, schedule: Schedule, outcomes: Sequence[Outcome], exposed_s: float) -> float:
+        """Price and commit a step that has waited `exposed_s` for drafts; return how long it took beside that."""
+        shape = StepShape(schedule.batch.num_tokens, sum(schedule.batch.context_lengths))
+        step_s = self._timing.seconds(shape.num_tokens, shape.num_context_tokens)
+        if not self._plan.is_off:
+            self._pricing.end_step(PricedStep(outcomes, [], shape, step_s=step_s, exposed_s=exposed_s))
+        for item, outcome in zip(schedule.items, outcomes, strict=True):
+            self.scheduler.commit(item, outcome.committed, outcome.path)
+            if has_ended(item.request):
+                self.scheduler.remove(item.request.request_id)
+                self._pricing.forget(item.request.request_id)
+        return step_s
+
+
+class PagedVerifier(PlayedEngine):
     """One verifier of a fleet, with its share of the drafters."""
 
     def __init__(
@@ -68,20 +104,12 @@ class PagedVerifier:
 
         Raises `ValueError` where a request does not fit into the pool alone.
         """
+        pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
+        longest = int((workload.num_prompt_tokens + workload.num_output_tokens).max()) + 1
+        super().__init__(fleet.verifier, plan, pool, longest)
         self.clock_s = 0.0
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
-        self._fleet, self._workload, self._plan = fleet, workload, plan
+        self._fleet, self._workload = fleet, workload
         self._acceptance, self._random = acceptance, random
-        self._pricing = DraftPricing()
-        self._pricing.use_profile(fleet.verifier.profile())
-        config = SchedulerConfig(
-            max_num_batched_tokens=fleet.verifier.max_num_batched_tokens,
-            max_num_seqs=fleet.verifier.max_num_seqs,
-            max_model_len=int((workload.num_prompt_tokens + workload.num_output_tokens).max()) + 1,
-            vocab_size=1,
-            enable_prefix_caching=False,
-        )
-        self.scheduler = Scheduler(config, self.pool, self._pricing)
         self._next = 0  # of the workload's requests
         self._rows_in_flight = 0.0  # at the drafters, in the last round
 
@@ -118,22 +146,18 @@ class PagedVerifier:
         way, num_kept = self._draft(), self._num_kept()
         schedule = self.scheduler.schedule(self.clock_s)
         assert schedule is not None, "a request runs alone in the pool"
-        timing, num_blocks = self._fleet.verifier.timing, self.pool.num_blocks - self.pool.num_free_blocks
-        shape = StepShape(sum(item.num_new_tokens for item in schedule.items), sum(schedule.batch.context_lengths))
-        step_s = timing.seconds(shape.num_tokens, shape.num_context_tokens)
-        exposed_s = way.seconds - way.step_s  # the wait for drafts
-        totals.seconds += step_s + exposed_s
-        totals.block_seconds += (step_s + exposed_s) * num_blocks
+        num_running, num_blocks = len(self.scheduler.running), self.pool.num_blocks - self.pool.num_free_blocks
         totals.peak_blocks = max(totals.peak_blocks, num_blocks)
-        totals.request_seconds += (step_s + exposed_s) * len(self.scheduler.running)
-        totals.num_computed += shape.num_tokens
+        totals.num_computed += schedule.batch.num_tokens
         totals.num_preemptions += len(schedule.preempted)
         totals.num_lost += num_kept - self._num_kept()
-        self.clock_s += step_s + exposed_s
-        outcomes = self._verify(schedule)
-        if not self._plan.is_off:
-            self._pricing.end_step(PricedStep(outcomes, [], shape, step_s=step_s, exposed_s=exposed_s))
-        self._commit(schedule, outcomes, totals)
+        outcomes, exposed_s = self._verify(schedule), way.seconds - way.step_s  # the wait for drafts
+        seconds = self._end_step(schedule, outcomes, exposed_s) + exposed_s
+        self.clock_s += seconds
+        totals.seconds += seconds
+        totals.block_seconds += seconds * num_blocks
+        totals.request_seconds += seconds * num_running
+        self._count(schedule, outcomes, totals)
 
     def _num_kept(self) -> int:
         """Count the tokens whose KV is in the pool; a schedule changes it by preemptions alone."""
@@ -143,7 +167,7 @@ class PagedVerifier:
         """Give the decoding requests their drafts; return how the round runs."""
         speculating = () if self._plan.is_off else self.scheduler.running
         decoding = [request for request in speculating if request.num_tokens - request.num_computed_tokens == 1]
-        lengths = [self._pricing.ask(one, DRAFTER_ID, self._bound(one)).length for one in decoding]
+        lengths = [self._ask(one) for one in decoding]
         self._pricing.learn()
         context = sum(request.num_tokens for request in decoding)
         longest = max(lengths, default=0)
@@ -157,16 +181,9 @@ class PagedVerifier:
         way = choose_round(load, self._fleet.verifier.timing, speed, self._acceptance, may_group=False)
         self._rows_in_flight = way.rows_in_flight
         for request, length in zip(decoding, lengths, strict=True):
-            token_ids = (0,) * min(length, way.longest)
-            if token_ids and self._random.random() < way.share:
-                request.draft = Draft(
-                    request_id=request.request_id, round_id=0, position=request.num_tokens, token_ids=token_ids
-                )
+            if min(length, way.longest) and self._random.random() < way.share:
+                request.draft = draft_of(request, min(length, way.longest))
         return way
-
-    def _bound(self, request: Request) -> int:
-        """Return the longest draft of a request: no position of it lies behind the last but one token."""
-        return min(self._plan.draft_length, request.sampling.max_tokens - request.num_output_tokens - 1)
 
     def _verify(self, schedule: Schedule) -> list[Outcome]:
         """Draw what the target accepts of every draft."""
@@ -179,19 +196,24 @@ class PagedVerifier:
         )[0].tolist()
         return [outcome_of(item, num_accepted) for item, num_accepted in zip(items, accepted, strict=True)]
 
-    def _commit(self, schedule: Schedule, outcomes: Sequence[Outcome], totals: PagedTotals) -> None:
+    def _count(self, schedule: Schedule, outcomes: Sequence[Outcome], totals: PagedTotals) -> None:
         for item, outcome in zip(schedule.items, outcomes, strict=True):
-            request = item.request
-            self.scheduler.commit(item, outcome.committed, outcome.path)
             totals.num_tokens += len(outcome.committed)
             totals.num_drafts += item.draft is not None
             totals.num_draft_tokens += num_draft_tokens(item)
             totals.num_accepted += len(outcome.path)
-            if request.num_output_tokens == request.sampling.max_tokens:
+            if has_ended(item.request):
                 totals.num_finished += 1
-                totals.latency_s += self.clock_s - request.arrival_s
-                self.scheduler.remove(request.request_id)
-                self._pricing.forget(request.request_id)
+                totals.latency_s += self.clock_s - item.request.arrival_s
+
+
+def has_ended(request: Request) -> bool:
+    return request.num_output_tokens == request.sampling.max_tokens
+
+
+def draft_of(request: Request, length: int) -> Draft:
+    """Return a draft of so many tokens; which they are does not matter."""
+    return Draft(request_id=request.request_id, round_id=0, position=request.num_tokens, token_ids=(0,) * length)
 
 
 def outcome_of(item: ScheduledRequest, num_accepted: int) -> Outcome:

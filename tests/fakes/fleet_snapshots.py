@@ -15,6 +15,7 @@ from outrider.cluster.router.fleet import (
 from outrider.drafter_service.learning.messages import LearnerStatus, Phase, VersionRecord
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters, VersionCounts
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import HistogramCounts
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
@@ -46,6 +47,7 @@ COUNTERS = EngineCounters(
     idle_s=1.5,
     num_extrapolated_steps=4,
     graphs=GraphCounts(num_graphs=51, capture_s=3.5, num_replayed=46, eager={"many_tokens": 4}),
+    fetches=FetchCounts(num_taken=70, num_hits=60, num_fetched=25),
     num_asks=48,
     num_asked_tokens=120,
     step_s=HistogramCounts(bounds=(0.01, 0.1), counts=(30, 15, 5), total=2.5),

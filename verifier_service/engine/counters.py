@@ -39,6 +39,7 @@ def counters_of(
         idle_s=stats.idle_s,
         num_extrapolated_steps=pricing.num_extrapolated_steps,
         graphs=stats.graphs,
+        fetches=stats.fetches,
         step_s=stats.step_s.counts(),
         queue_s=stats.queue_s.counts(),
         round_trip_s=drafting.round_trip_s.counts(),

@@ -190,7 +190,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     engine = build_engine(runner, spec, links if added is None else added.client)
     if added is not None:
         added.attach(engine)
-    engine.stats.graphs = runner.graph_counts
+    engine.stats.graphs, engine.stats.fetches = runner.graph_counts, runner.fetches
     handovers = connect_handovers(engine, EngineKV(share, pipes), spec)
     ready = EngineReady(
         vocab_size=runner.vocab_size,

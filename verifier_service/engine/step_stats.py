@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting.followed_updates import Acceptance
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import RequestOutput
@@ -31,6 +32,7 @@ class StepStats:
     by_version: dict[str, Acceptance] = field(default_factory=dict)  # of the target's weights, the present one last
     idle_s: float = 0.0  # no step ran because every request waited for its draft
     graphs: GraphCounts = field(default_factory=GraphCounts)  # the runner's own, if it captures steps
+    fetches: FetchCounts | None = None  # the runner's own; None: all experts are on the device
     step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     queue_s: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS_S))
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from outrider.verifier_service.gpu.transfers import upload_rows
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # target on the device, source in host memory; of one shape and dtype
 Wait = Callable[[], object]  # return once a copy has arrived, or let the device wait for it
@@ -66,24 +66,21 @@ def copier_of(device: torch.device) -> Copier:
     return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
 
 
-@dataclass(slots=True)
-class FetchCounts:
-    """What a layer's steps took: distinct experts of each step."""
-
-    num_taken: int = 0
-    num_hits: int = 0  # on the device when the layer's gate asked for them, or on their way
-    num_fetched: int = 0  # copies, those ahead included
-
-
 class ExpertCache:
     """One layer's experts: all in host memory, `num_slots` of them on the device."""
 
     def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, num_slots: int, device: torch.device, copier: Copier
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        num_slots: int,
+        device: torch.device,
+        copier: Copier,
+        counts: FetchCounts,
     ) -> None:
         """`gate_up` [num_experts, 2 * inner_size, hidden_size], `down` [num_experts, hidden_size, inner_size].
 
-        Where the device is CUDA, they are copied into pinned memory.
+        Where the device is CUDA, they are copied into pinned memory. All layers share `copier` and `counts`.
         """
         is_pinned = device.type == "cuda"
         self._host = tuple(part.contiguous().pin_memory() if is_pinned else part for part in (gate_up, down))
@@ -92,8 +89,7 @@ class ExpertCache:
             torch.zeros(self.num_slots, *part.shape[1:], dtype=part.dtype, device=device) for part in self._host
         )
         self.gate_up, self.down = (part.transpose(1, 2) for part in self._held)  # by slot, as products want them
-        self.counts = FetchCounts()
-        self._device, self._copier = device, copier
+        self.counts, self._device, self._copier = counts, device, copier
         self._slots: OrderedDict[int, int] = OrderedDict()  # by expert, the least recently taken first
         self._free = [*range(self.num_slots)]
         self._arrivals: dict[int, Wait] = {}  # by slot

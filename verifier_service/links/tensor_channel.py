@@ -1,9 +1,9 @@
-"""Send tensors from a verifier's engine to a drafter's over a two-rank process group, beside the link.
+"""Send tensors from a verifier's engine to a drafter's, or to another verifier's, over a two-rank process group.
 
-A channel lives as long as one connection of a link. Its process group is made directly from the drafter's store
-(`new_group` cannot span jobs). Each end is a thread, so that no step and no draft waits for the other side. Bytes in
-flight are bounded, and every transfer has a time-out. The first failure closes the channel for good (gloo closes a
-pair whose wait timed out, NCCL has to abort); states then go as bytes until the next connection.
+A channel lives as long as one connection of a link, or as one handover. Its process group is made directly from the
+receiver's store (`new_group` cannot span jobs). Each end is a thread, so that no step and no draft waits for the other
+side. Bytes in flight are bounded, and every transfer has a time-out. The first failure closes the channel for good
+(gloo closes a pair whose wait timed out, NCCL has to abort); states then go as bytes until the next connection.
 
 The drafter only receives tensors that a frame has announced, so an idle channel has no transfer that could time out:
 

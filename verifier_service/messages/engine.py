@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.handover import (
     HANDOVER_MESSAGES,
@@ -306,6 +307,7 @@ class EngineCounters:
     idle_s: float = 0.0  # no step ran because every request waited for its draft
     num_extrapolated_steps: int = 0  # far beyond the cost model's points
     graphs: GraphCounts = field(default_factory=GraphCounts)
+    fetches: FetchCounts | None = None  # None: all experts are on the device
     step_s: HistogramCounts = NO_VALUES
     queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
     round_trip_s: HistogramCounts = NO_VALUES  # from ask to draft

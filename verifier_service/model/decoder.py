@@ -24,6 +24,7 @@ from outrider.verifier_service.experts.cache import ExpertCache, foreseen, likel
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, RotarySpec
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -369,13 +370,18 @@ class Decoder(nn.Module):
         return self.logits(hidden[rows]), states
 
     @property
+    def fetches(self) -> FetchCounts | None:
+        """Counters of experts in host memory; None: all are on the device."""
+        return next((layer.mlp.cache.counts for layer in self.layers if isinstance(layer.mlp, OffloadedExperts)), None)
+
+    @property
     def not_captured(self) -> str | None:
         """Why steps run eagerly on a GPU; None: they can be captured.
 
         In float32, torch's grouped product loops over the groups on the host and reads their ends back. Which experts
         to fetch is read back, too.
         """
-        if any(isinstance(layer.mlp, OffloadedExperts) for layer in self.layers):
+        if self.fetches is not None:
             return "offloaded_experts"
         has_experts = any(layer.experts is not None for layer in self.spec.layers)
         is_looped = self.device.type == "cuda" and self.dtype is torch.float32

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from outrider.verifier_service.experts.cache import ExpertCache, copier_of
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import Quantization
@@ -95,6 +96,7 @@ class _DecoderLoader:
         self._spec, self._reader, self._group, self._dtype, self._device = spec, reader, group, dtype, device
         self._quantization, self._num_cached = quantization, num_cached_experts
         self._copier = None if num_cached_experts is None else copier_of(device)
+        self._fetches = FetchCounts()
         self._heads = self._share("num_attention_heads", spec.num_heads)
         self._kv_heads = self._share_kv_heads()
         if group.size > 1 and spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
@@ -246,7 +248,7 @@ class _DecoderLoader:
         rest["activation"] = spec.activation
         if self._num_cached is not None and self._copier is not None:
             hosted = gate_up.to(self._dtype), down.to(self._dtype)
-            cache = ExpertCache(*hosted, self._num_cached, self._device, self._copier)
+            cache = ExpertCache(*hosted, self._num_cached, self._device, self._copier, self._fetches)
             return OffloadedExperts(experts, cache=cache, **rest)
         placed = [self._place(weights).transpose(1, 2) for weights in (gate_up, down)]
         return Experts(experts, gate_up=placed[0], down=placed[1], **rest)

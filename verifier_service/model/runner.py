@@ -384,6 +384,7 @@ class ParallelRunner:
         self.experts, self.routing = runner.experts, runner.routing
         self.model, self.memory = runner.model, runner.memory  # rank 0's
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
+        self.fetches = runner.model.fetches if isinstance(runner.model, Decoder) else None
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step on all ranks; return float32 logits [num_rows, vocab_size] on rank 0's device."""

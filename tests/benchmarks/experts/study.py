@@ -246,23 +246,19 @@ def _linked(bytes_per_s: float | None) -> Callable[[list[OffloadedExperts]], Non
 def _walked(runner: ModelRunner, num_tokens: int, prepare: Callable[[list[OffloadedExperts]], None]) -> Walked:
     """Take a text's steps; what its prompt does, which fills the caches, does not count."""
     from benchmarks.experts.mixture import texts, walk
-    from outrider.verifier_service.experts.cache import FetchCounts
+    from outrider.verifier_service.messages.fetch_counts import FetchCounts
 
     mixtures = _mixtures(runner)
     prepare(mixtures)
     seconds: list[float] = []
     prompt, *steps = walk(texts(1, seed=7)[0], num_tokens)
     runner.execute(prompt)
+    counts = FetchCounts()
     for mixture in mixtures:
-        mixture.cache.counts = FetchCounts()
+        mixture.cache.counts = counts
     for batch in steps:
         begin_s = time.perf_counter()
         runner.execute(batch)
         seconds.append(time.perf_counter() - begin_s)
-    counts = [mixture.cache.counts for mixture in mixtures]
-    taken = max(1, sum(count.num_taken for count in counts))
-    return Walked(
-        tuple(seconds),
-        sum(count.num_hits for count in counts) / taken,
-        sum(count.num_fetched for count in counts) / max(1, len(mixtures)) / len(seconds),
-    )
+    hit_rate, num_steps = counts.num_hits / max(1, counts.num_taken), max(1, len(mixtures)) * len(seconds)
+    return Walked(tuple(seconds), hit_rate, counts.num_fetched / num_steps)

@@ -3,7 +3,8 @@
 Each arm is a service in processes of its own, one thread for each rank. Streams decode, half of them greedily, half
 seeded, while long prompts come at a fixed interval; all arms get the same. What is compared with one verifier: the
 tokens of every answer, which must be the same, and what is accepted, by position, in answers so short that they are
-drafted in about three rounds: drafts that began on a wrong state would lose there first.
+drafted in about three rounds: drafts that began on a wrong state would lose there first. `--links` measures something
+else: see links.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import click
 import httpx
 import numpy as np
 
+from benchmarks.handover.links import table_of_links
 from benchmarks.weights.served_model import serving
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
@@ -188,6 +190,7 @@ def served_with(arm: str, max_num_batched_tokens: int, further: str) -> list[str
 @click.option("--every-s", type=float, default=3.0, show_default=True, help="Between two long prompts.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--links", is_flag=True, help="Measure KV in frames beside KV over a tensor channel, and nothing else.")
 @click.option("--serve-options", default="", help="Further ones of `outrider serve`, for every arm.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def apart(
@@ -199,10 +202,14 @@ def apart(
     every_s: float,
     max_num_batched_tokens: int,
     repeats: int,
+    links: bool,
     serve_options: str,
     markdown_file: Path | None,
 ) -> None:
     """Measure what prefill on a verifier of its own does to streams; fails where a token differs."""
+    if links:
+        _show(f"{describe_machine()}; {repeats} repetitions.", table_of_links(repeats), markdown_file)
+        return
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
     asks = asks_of(
         texts,
@@ -224,11 +231,15 @@ def apart(
         f"tokens, {num_streams} streams of {max_tokens} tokens, {num_prompts} prompts of about {prompt_tokens} tokens "
         f"each {every_s:g} s, {repeats} rounds."
     )
-    page = "\n".join([title, "", *markdown_table((*HEADINGS, *CHECKS), rows, num_left=1)])
-    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    _show(title, markdown_table((*HEADINGS, *CHECKS), rows, num_left=1), markdown_file)
     if any(
         figures.answers != found[ALONE].answers or figures.short != found[ALONE].short for figures in found.values()
     ):
         raise click.ClickException("answers differ from those of one verifier")
+
+
+def _show(title: str, table: list[str], markdown_file: Path | None) -> None:
+    page = "\n".join([title, "", *table])
+    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
+    if markdown_file is not None:
+        markdown_file.write_text(f"{page}\n")

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.handover.apart import APART, ARMS, Answered, Ask, answer, asks_of, figures_of, load, served_with
+from benchmarks.handover.links import BYTES_PER_TOKEN, Handed, row_of
 from outrider.cluster.config.service_config import ServiceConfig
 
 TEXTS = ["Count the stars. ", "Name a river. "]
@@ -71,3 +72,11 @@ def test_an_arm_is_what_serve_takes():
     assert wanted - known <= {"--num-prefill-verifiers"}, "which comes with roles"
     assert options[-2:] == ["--max-model-len", "2048"]
     assert len(ARMS) == 3
+
+
+def test_a_way_of_kv_is_shown_by_its_medians():
+    num_bytes = 512 * BYTES_PER_TOKEN
+    found = [Handed(0.1, 0.03, 0.05, num_bytes), Handed(0.2, 0.04, 0.06, num_bytes // 4), Handed(0.4, 0.05, 0.09, 0)]
+    row = row_of("the KV waits", (1, 512), "channel", found)
+    assert row == ["the KV waits", "1 of 512, 24", "channel", "200", "100, 400", "118", "40", "60", "75%"]
+    assert row_of("", (1, 512), "frames", found[:1])[-1] == "0%", "no more than all went in frames"

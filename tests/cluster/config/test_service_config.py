@@ -3,9 +3,11 @@ import torch
 
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.router.fleet import PolicyMode, VerifierRole
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Location, Method
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.request import LogprobsMode
 
 
@@ -329,7 +331,11 @@ LINK_FILES = {"link_ssl_certfile": "c", "link_ssl_keyfile": "k", "link_ssl_ca_ce
 )
 def test_both_ends_of_a_link_offer_the_same_channels(choice: str, files: dict[str, str], offered: tuple[str, ...]):
     values = {"speculative_config": {"tensor_transport": choice}, **files}
-    assert ServiceConfig(**values).tensor_transports == offered
+    config = ServiceConfig(**values)
+    assert config.tensor_transports == offered
+    main = verifier_main(config, "10.0.0.1")
+    assert isinstance(main, VerifierSpec)
+    assert (main.tensor_transport, main.tensor_host) == ((offered[0], "10.0.0.1") if offered else ("", "")), "for KV"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,15 @@ def test_requests_that_change_their_verifier_are_counted_on_both_sides():
     assert shown["outrider_kv_taken_requests_total{engine=v0}"] == 1
 
 
+def test_experts_are_counted_where_they_lie_in_host_memory():
+    shown = samples(registry_of(busy_fleet()))
+    assert {name: value for name, value in shown.items() if "expert" in name} == {
+        "outrider_expert_cache_queries_total{engine=v0}": 70,
+        "outrider_expert_cache_hits_total{engine=v0}": 60,
+        "outrider_expert_cache_fetches_total{engine=v0}": 25,
+    }
+
+
 def test_the_page_is_up_to_date():
     assert PAGE.read_text() == metrics_page(), "run python -m outrider.cluster.monitoring.metrics_page"
 

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, generate, make_engine
+from outrider.verifier_service.engine.loop import engine_load
+from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
+from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import OffloadedExperts
-from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
@@ -80,11 +85,11 @@ def test_logits_are_equal_to_the_bit(served, num_cached):
     assert mixtures
     expected, got = step_logits(served.resident), step_logits(offloaded)
     assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
-    for mixture in mixtures:
-        counts = mixture.cache.counts
-        assert mixture.cache.gate_up.shape[0] == min(num_cached, NUM_EXPERTS)
-        assert counts.num_taken > 0
-        assert counts.num_hits <= counts.num_taken
+    assert all(mixture.cache.gate_up.shape[0] == min(num_cached, NUM_EXPERTS) for mixture in mixtures)
+    counts = offloaded.model.fetches
+    assert 0 <= counts.num_hits <= counts.num_taken
+    assert counts.num_taken >= len(mixtures) * len(expected) * NUM_ACTIVE, "of each layer and step"
+    assert served.resident.model.fetches is None
     assert offloaded.model.not_captured == "offloaded_experts"
 
 
@@ -158,7 +163,8 @@ class LateCopier:
 
 def make_cache(num_slots: int, copier: object) -> tuple[ExpertCache, torch.Tensor]:
     gate_up = torch.arange(8.0)[:, None, None].expand(8, 4, 3).clone()
-    return ExpertCache(gate_up, gate_up[:, :3, :2].clone(), num_slots, CPU, copier), gate_up  # type: ignore[arg-type]
+    down = gate_up[:, :3, :2].clone()
+    return ExpertCache(gate_up, down, num_slots, CPU, copier, FetchCounts()), gate_up  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copier", [LateCopier, ThreadCopier])
@@ -198,8 +204,21 @@ def test_gates_foresee_the_next_layer(served):
             for mixture in mixtures_of(offloaded):
                 mixture.following = None
         step_logits(offloaded)
-        hits.append(sum(mixture.cache.counts.num_hits for mixture in mixtures_of(offloaded)))
+        hits.append(offloaded.model.fetches.num_hits)
     assert hits[0] > hits[1], hits
+
+
+def test_a_load_report_has_the_counts(served):
+    runners = served.resident, load(served.folder, 4)
+    reports = []
+    for runner in runners:
+        engine = make_engine(runner, Hints({}), Limits())
+        engine.stats.fetches = ParallelRunner(runner).fetches
+        step_logits(runner)
+        update = EngineUpdate(load=engine_load(engine, RecentRates(), 0.0))
+        reports.append(decode(encode(update), FROM_ENGINE).load.counters.fetches)
+    assert reports == [None, runners[1].model.fetches]
+    assert reports[1].num_taken > reports[1].num_hits > 0
 
 
 def test_what_cannot_be_is_refused_by_name(served, tmp_path):
