@@ -125,7 +125,7 @@ class DraftPricing:
         return ({*self._requests} | self.survival.request_ids) - self._gone
 
     def can_learn_later(self, num_requests: int) -> bool:
-        """Return whether a step's requests may ask again before it is learnt from: there is a price, or need of none."""
+        """Return whether a step's requests may ask again before it is learnt from: a price is there, or not needed."""
         return self._levels is None or self.masked is not None or not self._levels.at(num_requests).price.is_new
 
     def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
@@ -324,7 +324,7 @@ class DraftPricing:
         decided = [item for item in step.items if step.kind(item) in DECIDED]
         num_drafted = sum(num_draft_tokens(item) + num_mask_rows(item) for item in decided)
         # drafters' work or masks may have slowed down a step with drafts: it does not tell what plain steps take
-        masked = [item for item in decided if item.masks is not None]
+        masked = [item for item in decided if item.masks is not None and step.kind(item) is RoundKind.MASKED]
         if self.masked is not None and masked:
             rounds = ((item, step.rounds[item.request.request_id]) for item in masked)
             self.masked.observe_step(item.draft is not None for item, asked in rounds if not asked.is_opening)

@@ -212,6 +212,15 @@ def test_masks_that_pay_stay_on(profile, steps):
     assert plain_s > 1.2 * (played.elapsed_s - sum(played.stalls.values()))
 
 
+def test_a_prompts_step_does_not_tell_what_masks_take():
+    pricing = make_pricing(FREE)
+    item = dataclasses.replace(item_of(make_request(), 0, all_masks(0)), num_new_tokens=8 + BLOCKS.length)
+    for _ in range(4):
+        pricing.end_step(PricedStep([outcome_of(item, 0)], (), StepShape(item.num_new_tokens, 30), step_s=0.2))
+        pricing.learn()
+    assert pricing.cost.seconds(StepShape(1, 30, is_drafting=True)) == pricing.cost.seconds(StepShape(1, 30))
+
+
 def test_a_new_request_begins_with_masks_only_where_they_pay():
     pricing = make_pricing(FREE)
     assert pricing.drafts_on(make_request(name="first"))
