@@ -24,10 +24,11 @@ struct Attend {  // as kernels.Attend
     const int32_t* firsts;    // [num_sequences] packed index of each sequence's first query
     const int32_t* lengths;   // [num_sequences] number of queries
     const int32_t* tables;    // [num_sequences, table_width]
+    const int32_t* prefixes;     // [num_tokens] how many first tokens of the context a query sees; in a chain, no others
+    // null if all sequences are chains
     const int32_t* positions;    // [num_tokens] of each token in its sequence
-    const int32_t* prefixes;     // [num_tokens] how many first tokens of the context a query sees; of a chain, all it sees
-    const int32_t* seen_starts;  // [num_tokens + 1] where in `seen` those begin that it sees besides
-    const int32_t* seen;         // packed indices of a tree's tokens: a query's ancestors, itself, later masks of its block
+    const int32_t* seen_starts;  // [num_tokens + 1] where in `seen` those begin that a query sees besides its prefix
+    const int32_t* seen;         // packed indices: a tree token's ancestors, itself, later masks of its block
     // of the layer
     const void *query, *key, *value;
     void *output, *key_cache, *value_cache;
@@ -229,11 +230,14 @@ void attend_all(const Attend& a) {
             const int32_t sequence = span.sequence, kv_head = item % a.num_kv_heads;
             for (int32_t i = span.begin; i < span.end; ++i) {
                 const int64_t token = a.firsts[sequence] + i;
-                const int32_t stop = a.prefixes[token], oldest = a.window > 0 ? a.positions[token] + 1 - a.window : 0;
+                const int32_t stop = a.prefixes[token], position = a.positions ? a.positions[token] : stop - 1;
+                const int32_t oldest = a.window > 0 ? position + 1 - a.window : 0;
                 const int32_t start = std::min(stop, std::max(0, oldest));
                 far.clear();
-                for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
-                    if (a.positions[a.seen[j]] >= oldest) far.push_back(a.slots[a.seen[j]]);
+                if (a.positions) {
+                    for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
+                        if (a.positions[a.seen[j]] >= oldest) far.push_back(a.slots[a.seen[j]]);
+                    }
                 }
                 for (int32_t row = 0; row < repeats;) {
                     const int32_t head = kv_head * repeats + row;

@@ -74,26 +74,29 @@ def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | At
 
 
 def _sights(batch: ScheduledBatch) -> dict[str, list[int]]:
-    """Return each token's position and which tokens it sees, as `attention.cpp` describes them."""
-    positions: list[int] = []
+    """Return which tokens each one sees, and its position if there are trees, as `attention.cpp` describes them."""
     prefixes: list[int] = []
+    if not any(batch.tree_parents):
+        for length, context in zip(batch.query_lengths, batch.context_lengths, strict=True):
+            prefixes += range(context - length + 1, context + 1)
+        return {"prefixes": prefixes}
+    positions: list[int] = []
     seen: list[int] = []
     seen_starts = [0]
-    for index, (length, context) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
-        parents = batch.tree_parents[index] if batch.tree_parents else ()
-        distances = tree_distances(parents, batch.tree_ends[index] if batch.tree_ends else ()) if parents else []
-        first_node = context - len(distances)
+    ends = batch.tree_ends or [[]] * len(batch.tree_parents)
+    trees = map(tree_distances, batch.tree_parents, ends)
+    for length, context, distances in zip(batch.query_lengths, batch.context_lengths, trees, strict=True):
+        first_node, first_token = context - len(distances), len(prefixes) + length - len(distances)
         chain = range(context - length, first_node)
-        positions += chain
-        positions += [first_node + max(row) for row in distances]
         prefixes += range(context - length + 1, first_node + 1)
         prefixes += [first_node] * len(distances)
+        positions += chain
+        positions += [first_node + max(row) for row in distances]
         seen_starts += [len(seen)] * len(chain)
-        first_token = len(seen_starts) - 1
         for row in distances:
             seen += [first_token + node for node, distance in enumerate(row) if distance >= 0]
             seen_starts.append(len(seen))
-    return {"positions": positions, "prefixes": prefixes, "seen_starts": seen_starts, "seen": seen}
+    return {"prefixes": prefixes, "positions": positions, "seen_starts": seen_starts, "seen": seen}
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
