@@ -6,6 +6,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# each process that starts would compile our sources anew, of a rank's imports a seventh
+unset PYTHONDONTWRITEBYTECODE
 PYTEST=(.venv/bin/python -m pytest -rs --durations=40)
 # a worker has a core: more threads than cores wait for each other. By file, in conftest.py's order
 WORKERS=(env OMP_NUM_THREADS=1 "${PYTEST[@]}" --numprocesses 2 --dist loadfile --no-loadscope-reorder)
