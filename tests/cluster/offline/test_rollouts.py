@@ -69,6 +69,7 @@ def test_histories_bring_drafts_and_change_no_token():
     assert warm > cold + 24, "the second epoch drafts from the first"
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("location", ["verifier", "pool"])
 def test_another_engine_drafts_from_what_requests_bring_and_changes_no_token(location: str):
     memory = RolloutMemory()
