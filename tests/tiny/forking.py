@@ -13,6 +13,6 @@ FORKING.set_forkserver_preload(
         "outrider.cluster.offline.engine",
         "outrider.cluster.replicas.drafter_replica",
         "outrider.cluster.replicas.engine_shell",
-        "tiny.frozen",
+        "tiny.preloaded",
     ]
 )

@@ -20,6 +20,7 @@ PROMPTS = (tuple(range(100, 130)), tuple(range(300, 320)))
 
 def engine(*, rollouts: bool, drafter_process: bool = False, **options: object) -> OfflineEngine:
     config = {"speculative_config": LOOK_UPS, "rollouts": rollouts, "dtype": "float32", "threads_per_rank": 1}
+    config["kv_cache_memory_bytes"] = 32 << 20
     return OfflineEngine(ServiceConfig(**{**config, **options}), drafter_process=drafter_process)
 
 
