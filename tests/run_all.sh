@@ -6,7 +6,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# each process that starts would compile our sources anew, of a rank's imports a seventh
+# each process that starts would compile our sources anew, and of pytest's workers each all tests
 unset PYTHONDONTWRITEBYTECODE
 PYTEST=(.venv/bin/python -m pytest -rs --durations=40)
 # a worker has a core: more threads than cores wait for each other. By file, in conftest.py's order
