@@ -75,15 +75,9 @@ def make_pool(model: Decoder, seed: int = 3) -> KVPool:
     return pool
 
 
-def make_graphs(
-    model: Decoder,
-    pool: KVPool,
-    backend: GraphBackend | None = None,
-    taps: tuple[int, ...] = (),
-    max_model_len: int = MAX_MODEL_LEN,
-) -> StepGraphs:
+def make_graphs(model: Decoder, pool: KVPool, backend: GraphBackend | None = None, taps=()) -> StepGraphs:
     return StepGraphs(
-        *(model, pool, backend or played_backend()), null_block=NUM_BLOCKS, max_model_len=max_model_len, taps=taps
+        *(model, pool, backend or played_backend()), null_block=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, taps=taps
     )
 
 
@@ -299,7 +293,7 @@ def test_moves_and_copies_come_before_the_replay() -> None:
 def test_all_chains_are_captured_at_start_and_trees_when_first_met() -> None:
     model = tiny_decoder(num_layers=1)
     pool = make_pool(model)
-    graphs = make_graphs(model, pool, max_model_len=24)  # what the batches below need: wide tables take long to play
+    graphs = make_graphs(model, pool)
     before = kv_of(pool)
     graphs.capture()
     assert graphs.counts.num_graphs == len(all_buckets(has_trees=False))
