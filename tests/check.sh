@@ -4,6 +4,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+unset PYTHONDONTWRITEBYTECODE # as in run_all.sh
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 

@@ -11,6 +11,8 @@ from hypothesis import settings
 from slow_list import Stopwatch, function_of, seconds_by_file, slow_functions
 from soak_length import FULL_RUNS
 
+gc.disable()  # until all is collected: what is imported stays, and to look through it again and again takes long
+
 settings.register_profile("outrider", derandomize=True, deadline=None, database=None)
 settings.load_profile("outrider")
 
@@ -67,6 +69,7 @@ def pytest_collection_finish() -> None:
     """Leave what was imported and collected, which stays, out of every garbage collection to come."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _cuda_is_available() -> bool:

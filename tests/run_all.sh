@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Run all tests but soaks; arguments go to pytest. In the foreground whole services start one after another. Beside them
-# run, in the idle class, tests that only compute: they take what services leave and wait for no clock, while a starved
-# service breaks what has time-outs. Everything else follows in two workers. Last come each run's time, the share of the
-# processors that was in use meanwhile, and its closing line.
+# Run all tests but soaks; arguments go to pytest. In the foreground whole services start one after another, and
+# everything else follows in two workers. Beside both run, in the idle class, tests that only compute: they take what
+# the others leave and wait for no clock, while a starved service breaks what has time-outs. Last come each run's time,
+# the share of the processors that was in use meanwhile, and its closing line.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# each process that starts would compile our sources anew, and of pytest's workers each all tests
+unset PYTHONDONTWRITEBYTECODE
 PYTEST=(.venv/bin/python -m pytest -rs --durations=40)
 # a worker has a core: more threads than cores wait for each other. By file, in conftest.py's order
 WORKERS=(env OMP_NUM_THREADS=1 "${PYTEST[@]}" --numprocesses 2 --dist loadfile --no-loadscope-reorder)
@@ -33,8 +35,9 @@ if [[ " $*" == *" tests/"* ]]; then # some files alone
 	run services "${PYTEST[@]}" -m "service and not soak" "$@"
 	run rest "${WORKERS[@]}" -m "not (service or soak)" "$@"
 else
-	# the files that have services alone: to collect all takes most of a minute (conftest.py sees that they are found)
-	mapfile -t services < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
+	# the files that have services alone: to collect all takes most of a minute (conftest.py sees that they are found);
+	# sorted, so that those that share a service follow each other
+	mapfile -t services < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests | LC_ALL=C sort)
 	# the kernels are compiled now, not by each of the first processes at once
 	.venv/bin/python -c 'import torch; from outrider.verifier_service.cpu.kernels import load_kernels as load; load(torch.float32)'
 	set -m # in a process group of its own, to end with this script
@@ -42,10 +45,10 @@ else
 	computing=$!
 	set +m
 	run services "${PYTEST[@]}" -m "service and not soak" "${services[@]}" "$@"
+	run rest "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
 	wait "$computing"
 	computing=
 	cat "$logs/computing.log"
-	run rest "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
 fi
 cat "$logs/times"
 tail --quiet --lines 1 "$logs"/*.log

@@ -8,11 +8,9 @@ false alarm; `test_power` says what is caught.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from exactness.drafter_cells import GROWING, Bench, Cell, Shape, soak_but
+from exactness.drafter_cells import DRAFT_LENGTH, GROWING, Bench, Cell, Shape, soak_but
 from exactness.drafter_runs import ALPHA, EQUAL_MODES, NUM_LAW_TOKENS, MarkovRuns
 from outrider.drafter_service.service.speculative_config import Method
 from tiny.markov_target import power
@@ -34,8 +32,7 @@ def test_the_law_is_the_targets(markov_runs: MarkovRuns, cell: Cell) -> None:
         assert run.tokens(mode) == markov_runs.plain.tokens(mode)
     assert run.num_accepted_tokens > 0
     if cell.shape is Shape.TREE:
-        chain = markov_runs.run(replace(cell, shape=Shape.CHAIN))
-        assert run.mean_draft_size > chain.mean_draft_size
+        assert run.mean_draft_size > DRAFT_LENGTH, "no chain is as large"
     if cell.variant.method is not Method.SPARSE:  # what it leaves out is beyond this target's window of two
         assert run.num_accepted_tokens < run.num_draft_tokens, "drafts that are all right show little"
 

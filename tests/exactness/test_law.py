@@ -10,7 +10,7 @@ are fixed and the engine is stepped in lock step with the link, so an outcome is
 power: see `test_power`. A shift of total variation 0.052 that hides as well as it can (spread over half of the cells
 in proportion) is caught in every population with a probability above 0.98 (by a soak 0.02); one of 0.026 by the eight
 populations taken together with a probability above 0.99 (by a soak 0.01). The planted defects shift the law by far
-more: the very same comparison catches each, at p-values of 1e-61 and below when this was written.
+more: the very same comparison catches each, at p-values of 1e-19 and below when this was written.
 """
 
 from __future__ import annotations

@@ -343,10 +343,14 @@ def _changes(expected: list[int], streamed: list[int]) -> tuple[int, int]:
     return len(expected) - num_common, len(streamed) - num_common
 
 
+def fleet_service(shared_ray: SharedRay) -> LiveService:
+    """Two verifiers and two drafters; in rollouts, so that a trainer may change their weights (trained.py)."""
+    return shared_ray.service(num_verifiers=2, num_drafters=2, rollouts=True, engine_timeout_s=ENGINE_TIMEOUT_S)
+
+
 def fleet_drill(shared_ray: SharedRay) -> Drill:
     """Two verifiers and two drafters."""
-    service = shared_ray.service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S)
-    return Drill(service, num_verifiers=2, num_drafters=2)
+    return Drill(fleet_service(shared_ray), num_verifiers=2, num_drafters=2)
 
 
 def handover_drill(shared_ray: SharedRay) -> HandoverDrill:

@@ -194,10 +194,9 @@ class SharedRay:
             self._start()
         secure_port, grpc_port = free_ports(2)
         port = secure_port if "ssl_certfile" in options else self._http_port
-        # a machine's ranks share its cores
-        config = ServiceConfig(
-            **{"speculation": "always", "threads_per_rank": 1, "port": port, "grpc_port": grpc_port, **options}
-        )
+        # a machine's ranks share its cores, and a gigabyte of KV, the default, takes each half a second to clear
+        usual = {"speculation": "always", "threads_per_rank": 1, "kv_cache_memory_bytes": 256 << 20}
+        config = ServiceConfig(**{**usual, "port": port, "grpc_port": grpc_port, **options})
         fetch_models(config)
         deploy(build(config))
         return LiveService(config)

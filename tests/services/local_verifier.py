@@ -58,7 +58,7 @@ class LocalVerifier:
     """One verifier of the embedded target; drafts are pinned on, by whichever drafter there is a link to."""
 
     def __init__(self) -> None:
-        self._config = ServiceConfig(num_drafters=0, check_integrity=True)
+        self._config = ServiceConfig(num_drafters=0, check_integrity=True, kv_cache_memory_bytes=64 << 20)
         self._tokenizer = load_tokenizer(self._config.verifier_spec.model)
         self._ids = itertools.count()
         self._load: EngineLoad | None = None

@@ -1,4 +1,4 @@
-"""Every failure of a fleet once, with real processes, and a rolling update; `make soak` repeats them twenty times.
+"""Every failure of a fleet once, with real processes, a rolling update, and a trainer; `make soak` repeats them.
 
 Ranks: test_parallel_service.py. Drafters and links: test_bad_drafters.py.
 """
@@ -30,6 +30,7 @@ from services.failures import (
     require_unharmed,
 )
 from services.live_service import LiveService, SharedRay
+from services.trained import TAKEN, TRAINER_KILLED, VERIFIER_KILLED, TrainedDrill, trained_drill
 
 # every replica that was lost starts again, on a busy machine in a minute
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
@@ -94,6 +95,17 @@ def replica_pids(service: LiveService) -> set[int]:
     """Return the processes of every engine, and of the router and the gateway."""
     engines = [pid for name in ("Verifier", "Drafter") for pids in service.all_rank_pids(name) for pid in pids]
     return {*engines, service.call("Router", "pid"), service.call("Gateway", "pid")}
+
+
+@pytest.fixture(scope="module")
+def trained(shared_ray: SharedRay) -> TrainedDrill:
+    return trained_drill(shared_ray)
+
+
+@pytest.mark.parametrize("case", [TAKEN, VERIFIER_KILLED, TRAINER_KILLED], ids=lambda case: case.name)
+def test_a_fleet_in_training_loses_nothing(trained: TrainedDrill, case: Case):
+    """The fleet above; a trainer changes its weights, and processes end meanwhile."""
+    require_unharmed(trained.run(case, index=1), max_pause_s=MAX_PAUSE_S)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import httpx
 
 from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.drafter_service.learning.messages import FIRST_VERSION
-from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject, kill_rank, kill_replica
+from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject, fleet_service, kill_rank, kill_replica
 from services.live_service import LiveService, SharedRay, wait_for
 from tiny.refits import trainer
 
@@ -140,11 +140,8 @@ TRAINED_CASES = (
 
 
 def trained_drill(shared_ray: SharedRay) -> TrainedDrill:
-    """Two verifiers and a drafter, in rollouts."""
-    service = shared_ray.service(
-        num_verifiers=NUM_VERIFIERS, num_drafters=1, rollouts=True, engine_timeout_s=ENGINE_TIMEOUT_S
-    )
-    return TrainedDrill(service, num_verifiers=NUM_VERIFIERS, num_drafters=1)
+    """The fleet of other failures, in rollouts."""
+    return TrainedDrill(fleet_service(shared_ray), num_verifiers=NUM_VERIFIERS, num_drafters=2)
 
 
 class LearningDrill(Drill):

@@ -13,5 +13,8 @@ FORKING.set_forkserver_preload(
         "outrider.cluster.offline.engine",
         "outrider.cluster.replicas.drafter_replica",
         "outrider.cluster.replicas.engine_shell",
+        # what loading a model brings in, 1,500 modules; of the tests' own folder nothing is found here
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.modeling_llama",
     ]
 )

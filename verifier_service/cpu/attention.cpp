@@ -1,4 +1,4 @@
-// Paged attention on a CPU: chains of queries over keys and values that are read in place from the KV pool.
+// Paged attention on a CPU: queries in chains and trees, over keys and values that are read in place from the KV pool.
 //
 // Torch has no operator for block tables: it needs gathered keys and values, and its fused attention costs several
 // microseconds per head and sequence. Here the query heads of one token that share a KV head read each key once, then
@@ -22,9 +22,13 @@ struct Attend {  // as kernels.Attend
     int32_t num_tokens, num_sequences, table_width, block_size, num_threads;
     const int64_t* slots;     // [num_tokens] KV slot of each token
     const int32_t* firsts;    // [num_sequences] packed index of each sequence's first query
-    const int32_t* lengths;   // [num_sequences] number of queries, the last tokens of the context
-    const int32_t* contexts;  // [num_sequences] tokens with keys and values, queries included
+    const int32_t* lengths;   // [num_sequences] number of queries
     const int32_t* tables;    // [num_sequences, table_width]
+    const int32_t* prefixes;     // [num_tokens] how many first tokens of the context a query sees; in a chain, no others
+    // null if all sequences are chains
+    const int32_t* positions;    // [num_tokens] of each token in its sequence
+    const int32_t* seen_starts;  // [num_tokens + 1] where in `seen` those begin that a query sees besides its prefix
+    const int32_t* seen;         // packed indices: a tree token's ancestors, itself, later masks of its block
     // of the layer
     const void *query, *key, *value;
     void *output, *key_cache, *value_cache;
@@ -44,19 +48,6 @@ void write_cache(const Attend& a) {
         auto* value = static_cast<char*>(a.value_cache) + a.slots[t] * value_bytes;
         std::memcpy(key, static_cast<const T*>(a.key) + t * a.key_stride, key_bytes);
         std::memcpy(value, static_cast<const T*>(a.value) + t * a.value_stride, value_bytes);
-    }
-}
-
-// Call visit(place, slot) for the tokens [start, stop) of a sequence.
-template <typename Visit>
-inline void for_each_slot(const Attend& a, int32_t sequence, int32_t start, int32_t stop, Visit visit) {
-    const int32_t* table = a.tables + static_cast<int64_t>(sequence) * a.table_width;
-    for (int32_t block = start / a.block_size; block * a.block_size < stop; ++block) {
-        const int32_t first = block * a.block_size;
-        const int32_t begin = first < start ? start : first;
-        const int32_t end = first + a.block_size < stop ? first + a.block_size : stop;
-        int64_t slot = static_cast<int64_t>(table[block]) * a.block_size + (begin - first);
-        for (int32_t place = begin; place < end; ++place, ++slot) visit(place, slot);
     }
 }
 
@@ -87,10 +78,28 @@ inline float sum_of(Floats numbers) {
 // The tokens that a query sees, and the addresses of the query and its output for one KV head.
 template <typename T>
 struct Query {
-    int32_t sequence, kv_head, head, start, stop;
+    const int32_t* table;             // of its sequence
+    const std::vector<int64_t>& far;  // slots of the tokens besides [start, stop) of the context
+    int32_t kv_head, head, start, stop;
     const T* query;
     T* output;
+
+    int32_t count() const { return stop - start + static_cast<int32_t>(far.size()); }
 };
+
+// Call visit(index, slot) for the tokens that a query sees.
+template <typename T, typename Visit>
+inline void for_each_slot(const Attend& a, const Query<T>& q, Visit visit) {
+    for (int32_t block = q.start / a.block_size; block * a.block_size < q.stop; ++block) {
+        const int32_t first = block * a.block_size;
+        const int32_t begin = first < q.start ? q.start : first;
+        const int32_t end = first + a.block_size < q.stop ? first + a.block_size : q.stop;
+        int64_t slot = static_cast<int64_t>(q.table[block]) * a.block_size + (begin - first);
+        for (int32_t place = begin; place < end; ++place, ++slot) visit(place - q.start, slot);
+    }
+    int32_t index = q.stop - q.start;
+    for (const int64_t slot : q.far) visit(index++, slot);
+}
 
 // Attend for ROWS query heads of one token with CHUNKS * LANES numbers each; queries and sums stay in registers.
 template <typename T, int32_t CHUNKS, int32_t ROWS>
@@ -102,14 +111,14 @@ struct Wide {
             for (int32_t c = 0; c < CHUNKS; ++c) queries[r][c] = load(q.query + r * DIM + c * LANES) * a.scale;
         }
         const T* keys = static_cast<const T*>(a.key_cache) + q.kv_head * DIM;
-        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+        for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const T* key = keys + slot * a.num_kv_heads * DIM;
             Floats products[ROWS] = {};
             for (int32_t c = 0; c < CHUNKS; ++c) {
                 const Floats chunk = load(key + c * LANES);
                 for (int32_t r = 0; r < ROWS; ++r) products[r] += queries[r][c] * chunk;
             }
-            for (int32_t r = 0; r < ROWS; ++r) scores[r * count + place - q.start] = sum_of(products[r]);
+            for (int32_t r = 0; r < ROWS; ++r) scores[r * count + index] = sum_of(products[r]);
         });
     }
 
@@ -117,11 +126,11 @@ struct Wide {
         constexpr int32_t DIM = CHUNKS * LANES;
         Floats sums[ROWS][CHUNKS] = {};
         const T* values = static_cast<const T*>(a.value_cache) + q.kv_head * DIM;
-        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+        for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const T* value = values + slot * a.num_kv_heads * DIM;
             for (int32_t c = 0; c < CHUNKS; ++c) {
                 const Floats chunk = load(value + c * LANES);
-                for (int32_t r = 0; r < ROWS; ++r) sums[r][c] += chunk * weights[r * count + place - q.start];
+                for (int32_t r = 0; r < ROWS; ++r) sums[r][c] += chunk * weights[r * count + index];
             }
         });
         for (int32_t r = 0; r < ROWS; ++r) {
@@ -134,19 +143,19 @@ struct Wide {
 template <typename T>
 struct Plain {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t) {
-        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+        for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const T* key = static_cast<const T*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
             float sum = 0.0f;
             for (int32_t d = 0; d < a.head_dim; ++d) sum += widened(q.query[d]) * widened(key[d]);
-            scores[place - q.start] = sum * a.scale;
+            scores[index] = sum * a.scale;
         });
     }
 
     static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t) {
         std::vector<float> sums(a.value_dim);
-        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+        for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const T* value = static_cast<const T*>(a.value_cache) + (slot * a.num_kv_heads + q.kv_head) * a.value_dim;
-            for (int32_t d = 0; d < a.value_dim; ++d) sums[d] += weights[place - q.start] * widened(value[d]);
+            for (int32_t d = 0; d < a.value_dim; ++d) sums[d] += weights[index] * widened(value[d]);
         });
         for (int32_t d = 0; d < a.value_dim; ++d) store(q.output + d, sums[d]);
     }
@@ -170,7 +179,7 @@ void soften(const Attend& a, float* scores, int32_t count, int32_t head) {
 
 template <typename T, typename Kernel>
 void attend_rows(const Attend& a, const Query<T>& q, int32_t num_rows, std::vector<float>& scores) {
-    const int32_t count = q.stop - q.start;
+    const int32_t count = q.count();
     scores.resize(static_cast<size_t>(num_rows) * count);
     Kernel::score(a, q, scores.data(), count);
     for (int32_t r = 0; r < num_rows; ++r) soften(a, scores.data() + static_cast<int64_t>(r) * count, count, q.head + r);
@@ -214,17 +223,26 @@ void attend_all(const Attend& a) {
 #pragma omp parallel num_threads(a.num_threads) if (num_items > 1)
     {
         std::vector<float> scores;
+        std::vector<int64_t> far;
 #pragma omp for schedule(dynamic)
         for (int32_t item = 0; item < num_items; ++item) {
             const Span& span = spans[item / a.num_kv_heads];
             const int32_t sequence = span.sequence, kv_head = item % a.num_kv_heads;
             for (int32_t i = span.begin; i < span.end; ++i) {
                 const int64_t token = a.firsts[sequence] + i;
-                const int32_t stop = a.contexts[sequence] - a.lengths[sequence] + i + 1;
-                const int32_t start = a.window > 0 && stop > a.window ? stop - a.window : 0;
+                const int32_t stop = a.prefixes[token], position = a.positions ? a.positions[token] : stop - 1;
+                const int32_t oldest = a.window > 0 ? position + 1 - a.window : 0;
+                const int32_t start = std::min(stop, std::max(0, oldest));
+                far.clear();
+                if (a.positions) {
+                    for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
+                        if (a.positions[a.seen[j]] >= oldest) far.push_back(a.slots[a.seen[j]]);
+                    }
+                }
                 for (int32_t row = 0; row < repeats;) {
                     const int32_t head = kv_head * repeats + row;
-                    const Query<T> q = {sequence, kv_head, head, start, stop,
+                    const Query<T> q = {a.tables + static_cast<int64_t>(sequence) * a.table_width, far,
+                                        kv_head, head, start, stop,
                                         static_cast<const T*>(a.query) + token * a.query_stride + head * a.head_dim,
                                         static_cast<T*>(a.output) + (token * a.num_heads + head) * a.value_dim};
                     row += attend_most<T, CHUNKS, MOST_ROWS>(a, q, repeats - row, scores);
@@ -238,6 +256,7 @@ template <typename T>
 void attend(const Attend& a) {
     write_cache<T>(a);
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
+        case 32: return attend_all<T, 2>(a);
         case 64: return attend_all<T, 4>(a);
         case 128: return attend_all<T, 8>(a);
         case 256: return attend_all<T, 16>(a);

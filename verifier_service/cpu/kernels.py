@@ -36,7 +36,8 @@ class Attend(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width")),
         *((name, ctypes.c_int32) for name in ("block_size", "num_threads")),
-        *((name, ctypes.c_void_p) for name in ("slots", "firsts", "lengths", "contexts", "tables")),
+        *((name, ctypes.c_void_p) for name in ("slots", "firsts", "lengths", "tables")),
+        *((name, ctypes.c_void_p) for name in ("prefixes", "positions", "seen_starts", "seen")),
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "key_cache", "value_cache")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window")),

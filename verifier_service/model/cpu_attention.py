@@ -1,13 +1,6 @@
-"""Attention on a CPU: our kernel reads a chain's keys and values in place; for trees, torch reads gathered copies.
-
-decode, verification, prefill  ->  cpu/attention.cpp
-trees                          ->  AttentionContext, also the reference for the kernel
-"""
+"""Attention on a CPU: our kernel reads keys and values in place; `AttentionContext` is its reference, in torch."""
 
 from __future__ import annotations
-
-import dataclasses
-from dataclasses import dataclass
 
 import torch
 
@@ -18,15 +11,8 @@ from outrider.verifier_service.model.attention import (
     AttentionOptions,
     KVPool,
     starts_of,
+    tree_distances,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The sequences with trees, for torch."""
-
-    tokens: torch.Tensor  # int64 [num_rest] indices of packed tokens
-    context: AttentionContext
 
 
 class CpuContext:
@@ -34,29 +20,24 @@ class CpuContext:
 
     def __init__(self, batch: ScheduledBatch, pool: KVPool, kernels: Kernels) -> None:
         self._pool, self._kernel = pool, kernels.attend
-        starts = starts_of(batch.query_lengths)
-        indices = range(len(batch.query_lengths))
-        own = [i for i in indices if _is_chain(batch, i)]
-        width = max((len(batch.block_tables[i]) for i in own), default=0)
+        width = max(map(len, batch.block_tables), default=0)
         numbers = {
-            "firsts": [starts[i] for i in own],
-            "lengths": [batch.query_lengths[i] for i in own],
-            "contexts": [batch.context_lengths[i] for i in own],
-            "tables": [batch.block_tables[i] + [0] * (width - len(batch.block_tables[i])) for i in own],
+            "firsts": starts_of(batch.query_lengths),
+            "lengths": batch.query_lengths,
+            "tables": [table + [0] * (width - len(table)) for table in batch.block_tables],
+            **_sights(batch),
         }
         arrays = {name: torch.tensor(each, dtype=torch.int32) for name, each in numbers.items()}
         arrays["slots"] = torch.tensor(batch.slot_mapping, dtype=torch.int64)
         self._arrays = arrays  # kept alive: the arguments only have their addresses
         self._arguments = Attend(
             num_tokens=batch.num_tokens,
-            num_sequences=len(own),
+            num_sequences=len(batch.query_lengths),
             table_width=width,
             block_size=pool.block_size,
             num_threads=torch.get_num_threads(),
             **{name: array.data_ptr() for name, array in arrays.items()},
         )
-        rest = [i for i in indices if not _is_chain(batch, i)]
-        self._rest = _rest(batch, rest, starts, pool) if rest else None
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -83,10 +64,6 @@ class CpuContext:
         arguments.softcap = options.softcap or 0.0
         arguments.sinks = None if sinks is None else sinks.data_ptr()
         self._kernel(arguments)
-        if self._rest is not None:
-            tokens = self._rest.tokens
-            attended = self._rest.context.attend(layer_index, query[tokens], key[tokens], value[tokens], options)
-            output.index_copy_(0, tokens, attended)
         return output
 
 
@@ -96,25 +73,30 @@ def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | At
     return AttentionContext.of(batch, pool) if kernels is None else CpuContext(batch, pool, kernels)
 
 
-def _is_chain(batch: ScheduledBatch, index: int) -> bool:
-    return not batch.tree_parents or not batch.tree_parents[index]
-
-
-def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KVPool) -> Rest:
-    tokens = [starts[i] + offset for i in members for offset in range(batch.query_lengths[i])]
-    part = dataclasses.replace(
-        batch,
-        token_ids=[batch.token_ids[token] for token in tokens],
-        positions=[batch.positions[token] for token in tokens],
-        slot_mapping=[batch.slot_mapping[token] for token in tokens],
-        query_lengths=[batch.query_lengths[i] for i in members],
-        context_lengths=[batch.context_lengths[i] for i in members],
-        block_tables=[batch.block_tables[i] for i in members],
-        tree_parents=[batch.tree_parents[i] for i in members] if batch.tree_parents else [],
-        tree_ends=[batch.tree_ends[i] for i in members] if batch.tree_ends else [],
-        logits_indices=[],
-    )
-    return Rest(torch.tensor(tokens), AttentionContext.of(part, pool))
+def _sights(batch: ScheduledBatch) -> dict[str, list[int]]:
+    """Return which tokens each one sees, and its position if there are trees, as `attention.cpp` describes them."""
+    prefixes: list[int] = []
+    if not any(batch.tree_parents):
+        for length, context in zip(batch.query_lengths, batch.context_lengths, strict=True):
+            prefixes += range(context - length + 1, context + 1)
+        return {"prefixes": prefixes}
+    positions: list[int] = []
+    seen: list[int] = []
+    seen_starts = [0]
+    ends = batch.tree_ends or [[]] * len(batch.tree_parents)
+    trees = map(tree_distances, batch.tree_parents, ends)
+    for length, context, distances in zip(batch.query_lengths, batch.context_lengths, trees, strict=True):
+        first_node, first_token = context - len(distances), len(prefixes) + length - len(distances)
+        chain = range(context - length, first_node)
+        prefixes += range(context - length + 1, first_node + 1)
+        prefixes += [first_node] * len(distances)
+        positions += chain
+        positions += [first_node + max(row) for row in distances]
+        seen_starts += [len(seen)] * len(chain)
+        for row in distances:
+            seen += [first_token + node for node, distance in enumerate(row) if distance >= 0]
+            seen_starts.append(len(seen))
+    return {"prefixes": prefixes, "positions": positions, "seen_starts": seen_starts, "seen": seen}
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,7 @@ class DraftPricing:
     num_extrapolated_steps: int = 0  # steps far beyond the profile and all earlier steps of their load
     _levels: LoadLevels | None = None  # None: no profile, no price
     _level: LoadLevel | None = None  # of the last step
+    _num_requests: int = 1  # of the last step
     _depths: tuple[int | None, int | None] = (None, None)  # best draft length, longest next one; None: any
     _requests: dict[str, PricedRequest] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", UNPLANNED_LENGTH)  # drafter and bound of the last request that could draft
@@ -124,8 +125,8 @@ class DraftPricing:
         return ({*self._requests} | self.survival.request_ids) - self._gone
 
     def can_learn_later(self, num_requests: int) -> bool:
-        """Return whether a step's requests may ask again before it is learnt from: the load has a price already."""
-        return self._levels is None or not self._levels.at(num_requests).price.is_new
+        """Return whether a step's requests may ask again before it is learnt from: a price is there, or not needed."""
+        return self._levels is None or self.masked is not None or not self._levels.at(num_requests).price.is_new
 
     def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
         """Begin a request's round: decide how many of `bound` tokens to ask its drafter for.
@@ -137,10 +138,12 @@ class DraftPricing:
             return AskLength(bound)
         is_pinned, request_id = request.plan.is_pinned, request.request_id
         if self.masked is not None and bound and not is_pinned and drafter_id == LOCAL_DRAFTER_ID:
-            kept, survivals = self._kept(request, drafter_id), self.survival.survivals(request_id, drafter_id, bound)
-            known = self._level.cost, self._base, survivals
-            num_asked = self.masked.ask_length(request_id, *known, self._probes, kept.num_rounds_off)
+            kept, plain = self._kept(request, drafter_id), replace(self._base, num_tokens=self._num_requests)
+            survivals = self.survival.usual_survivals(request_id, drafter_id, bound)
+            known = self._level, plain, survivals, self._probes
+            num_asked = self.masked.ask_length(request_id, *known, kept.num_rounds_off)
             kept.num_rounds_off = 0 if num_asked else kept.num_rounds_off + 1
+            kept.is_opening = kept.is_opening or not num_asked  # no masks: the next round that asks has no draft yet
             return self._begin_decided_round(request, drafter_id, bound, num_asked, RoundKind.MASKED)
         if needs.is_found and bound and not is_pinned:
             length = self._found.ask_length(self._level, self._base, bound)
@@ -181,15 +184,19 @@ class DraftPricing:
         return self._begin_decided_round(request, drafter_id, len(survivals), length, RoundKind.PREDICTED)
 
     def drafts_on(self, request: Request) -> bool:
-        """Return whether a request's last ask was for a draft, or whether it has not asked yet."""
+        """Return whether a request's last ask was for a draft; if it has not asked yet, whether masks pay."""
         kept = self._requests.get(request.request_id)
-        return kept is None or kept.round is None or kept.round.length > 0
+        if kept is None or kept.round is None:
+            return self.masked is None or self.masked.is_on or request.plan.is_pinned
+        return kept.round.length > 0
 
     def _begin_decided_round(
         self, request: Request, drafter_id: str, bound: int, length: int, kind: RoundKind
     ) -> AskLength:
         """Begin a round in which the price has no part."""
-        self._kept(request, drafter_id).round = PricedRound(drafter_id, bound, length, kind, is_opening=False)
+        kept = self._kept(request, drafter_id)
+        is_opening = kind is RoundKind.MASKED and kept.is_opening
+        kept.round = PricedRound(drafter_id, bound, length, kind, is_opening=is_opening)
         return AskLength(length, None if length else DisabledReason.LOAD)
 
     def _survivals(self, request_id: str, kept: PricedRequest, asked: PricedRound) -> Sequence[float]:
@@ -286,6 +293,7 @@ class DraftPricing:
         if level is not self._level:
             self._num_plain_steps = 0
         self._level, self._depths = level, (level.depth.bound, level.depth.next_bound)
+        self._num_requests = num_requests
 
     def learn(self) -> None:
         """Learn from the last step's time and offers, unless that is done."""
@@ -315,8 +323,12 @@ class DraftPricing:
         asking = [*taking_part, *step.asking(step.held)]
         decided = [item for item in step.items if step.kind(item) in DECIDED]
         num_drafted = sum(num_draft_tokens(item) + num_mask_rows(item) for item in decided)
-        # drafters' work may have slowed down a step with drafts: it does not tell what plain steps take
-        is_drafting = bool(step.held) or any(item.draft is not None for item in step.items)
+        # drafters' work or masks may have slowed down a step with drafts: it does not tell what plain steps take
+        masked = [item for item in decided if item.masks is not None and step.kind(item) is RoundKind.MASKED]
+        if self.masked is not None and masked:
+            rounds = ((item, step.rounds[item.request.request_id]) for item in masked)
+            self.masked.observe_step(item.draft is not None for item, asked in rounds if not asked.is_opening)
+        is_drafting = bool(step.held or masked) or any(item.draft is not None for item in step.items)
         shape = replace(shape, is_drafting=is_drafting)
         self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
         level.cost.observe(shape, step.step_s)

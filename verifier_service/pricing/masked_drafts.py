@@ -1,20 +1,27 @@
-"""Drafts by masks: a draft costs its own rows and those of the masks for the next one.
+"""Drafts by masks: a draft costs its own rows, the masks' for the next one, and what steps with masks take besides.
 
 The masks: `verifier_service/scheduling/masks.py`. All rows of a step are counted: with blocks of k masks for every
-outcome, a draft of n tokens takes n + (n + 1) k rows. So a request drafts by what it expects to bring per second with
-its masks, beside a plain step without any. A probe takes two rounds: a step with masks and no draft yet, and one that
-verifies what they have guessed.
+outcome, a draft of n tokens takes n + (n + 1) k rows. The profile of step times is of plain steps. What steps with
+masks take beyond it (another attention kernel, the host's work) is learnt from them, and so is the wait for drafts. A
+request drafts if more tokens are expected per second than in plain steps, and by the length that brings most.
+
+That is decided for a longer time, whatever the last draft's outcome was: whoever stops for one round loses two drafts.
+So a probe, too, takes two rounds: a step with masks and no draft yet, and one that verifies what they have guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
+from outrider.verifier_service.pricing.cost_model import StepShape
+from outrider.verifier_service.pricing.load_levels import LoadLevel
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, ProbeBudget
 from outrider.verifier_service.scheduling.masks import MaskBlocks
+
+TRIAL_STEPS = 16  # with masks, before what they take beyond the profile counts: first calls of kernels are among them
+SMOOTHING = 0.02  # share of the last round: a memory of about 50
 
 
 @dataclass(slots=True)
@@ -22,31 +29,47 @@ class MaskedDrafts:
     """The length to ask for."""
 
     blocks: MaskBlocks
+    is_on: bool = True  # the last request that asked drafts because that pays
+    _num_trial_steps: int = TRIAL_STEPS  # left
+    _share_guessed: float = 1.0  # of rounds: an outcome that no block was for leaves the next round without a draft
     _probing: set[str] = field(default_factory=set)  # requests whose next step has the masks of a probe
 
     def num_rows(self, length: int) -> int:
         """Return how many rows a draft and the masks behind it take."""
         return length + self.blocks.length * min(length + 1, self.blocks.num_blocks or length + 1)
 
-    def best_length(self, cost: CostModel, base: StepShape, survivals: Sequence[float]) -> int:
-        """Return the length that brings most per second; 0: without masks."""
-        seconds = cost.seconds_with(base, self.num_rows(len(survivals)))
-        tokens = list(accumulate(survivals, initial=float(base.num_tokens)))
-        rates = [tokens[0] / seconds[0]]
-        rates += [tokens[length] / seconds[self.num_rows(length)] for length in range(1, len(tokens))]
+    def best_length(self, level: LoadLevel, plain: StepShape, survivals: Sequence[float]) -> int:
+        """Return the length that brings most per second; 0: without masks.
+
+        `plain`: a step of one token for each request. All are assumed to draft as this one does: the rows of all make a
+        step compute-bound, and all share what it takes besides.
+        """
+        rates = [1.0 / level.cost.seconds(plain)]
+        for length, num_accepted in enumerate(accumulate(survivals), start=1):
+            tokens = 1.0 + self._share_guessed * num_accepted
+            rates.append(tokens / self._seconds(level, plain, plain.num_tokens, length))
         return rates.index(max(rates))
+
+    def _seconds(self, level: LoadLevel, plain: StepShape, num_requests: int, length: int) -> float:
+        """Return what steps take on average if so many of their requests draft."""
+        num_rows = self._share_guessed * self.num_rows(length) + (1.0 - self._share_guessed) * self.num_rows(0)
+        shape = replace(plain, num_tokens=plain.num_tokens + round(num_requests * num_rows))
+        if self._num_trial_steps:
+            return level.cost.seconds(shape)
+        return level.cost.seconds(replace(shape, is_drafting=True)) + level.exposure.seconds(length)
 
     def ask_length(
         self,
         request_id: str,
-        cost: CostModel,
-        base: StepShape,
+        level: LoadLevel,
+        plain: StepShape,
         survivals: Sequence[float],
         probes: ProbeBudget,
         num_rounds_off: int,
     ) -> int:
         """Return how many tokens to ask for: what pays, else now and then those of a probe, which is charged."""
-        length = self.best_length(cost, base, survivals)
+        length = self.best_length(level, plain, survivals)
+        self.is_on = length > 0
         is_probing = request_id in self._probing
         self._probing.discard(request_id)
         if length or not (is_probing or probes.allow(num_rounds_off)):
@@ -54,9 +77,14 @@ class MaskedDrafts:
         if not is_probing:
             self._probing.add(request_id)
         length = min(PROBE_LENGTH, len(survivals))
-        times = cost.seconds_with(base, self.num_rows(length))
-        probes.spend(times[-1] - times[0])
+        probes.spend(self._seconds(level, plain, 1, length) - level.cost.seconds(plain))
         return length
+
+    def observe_step(self, were_guessed: Iterable[bool]) -> None:
+        """Count a step with masks; for each request that had masks in its last step too, whether it had a draft."""
+        self._num_trial_steps = max(0, self._num_trial_steps - 1)
+        for was_guessed in were_guessed:
+            self._share_guessed += SMOOTHING * (was_guessed - self._share_guessed)
 
     def forget(self, request_id: str) -> None:
         self._probing.discard(request_id)

@@ -89,7 +89,8 @@ class _Pool:
     positions: list[_Counts] = field(default_factory=list)
     after: list[list[_Counts]] = field(default_factory=lambda: [[] for _ in LastRound])  # positions, by the last round
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
-    _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
+    # as of a refresh; the last ones after any outcome
+    _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in range(len(LastRound) + 1)])
     _by_bin: list[float] = field(default_factory=list)
     _bins_are_fresh: bool = False  # only claims change them, and not every drafter makes claims
     num_fresh: int = -1  # positions with hazards as of the last counts; -1: none, and the bins' are stale too
@@ -98,7 +99,7 @@ class _Pool:
         """Update the hazards from the counts, for `length` positions at least."""
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
         found = _hazards(self.positions, [mean] * len(self.positions), POSITION_TOKENS)
-        self._hazards_after = [_hazards(positions, found, AFTER_TOKENS) for positions in self.after]
+        self._hazards_after = [*(_hazards(positions, found, AFTER_TOKENS) for positions in self.after), found]
         for hazards in self._hazards_after:
             hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
         if not self._bins_are_fresh:
@@ -117,9 +118,12 @@ class _Pool:
         """Return whether `length` positions have hazards, perhaps older than the last counts."""
         return len(self._hazards_after[0]) >= length
 
-    def hazards(self, length: int, last: LastRound) -> list[float]:
-        """Return the hazards by position after such an outcome; beyond all judged positions, the last one's."""
-        return self._hazards_after[last][:length]
+    def hazards(self, length: int, last: LastRound | None) -> list[float]:
+        """Return the hazards by position after such an outcome; beyond all judged positions, the last one's.
+
+        None: after any outcome.
+        """
+        return self._hazards_after[-1 if last is None else last][:length]
 
     def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
         """Return the hazards that tokens of these confidences have had so far."""
@@ -281,6 +285,13 @@ class SurvivalEstimator:
         if len(survivals) < length:
             hazards = pool.hazards(length, history.last_of(drafter_id))
             _extend(survivals, hazards[len(survivals) :], history.by_position.factor)
+        return survivals
+
+    def usual_survivals(self, request_id: str, drafter_id: str, length: int) -> list[float]:
+        """Return `survivals` whatever the outcome of the round before was: of all drafts of a longer time."""
+        hazards = self._fresh_pool(drafter_id, length).hazards(length, None)
+        survivals: list[float] = []
+        _extend(survivals, hazards, (self._requests.get(request_id) or _NO_HISTORY).by_position.factor)
         return survivals
 
     def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:

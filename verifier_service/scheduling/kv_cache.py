@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -126,18 +127,20 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless states, counts and index agree with each other and with all block tables."""
         empty, cached = set(self._empty), set(self._cached)
-        used = {block_id for block_id, count in enumerate(self._num_references) if count}
+        references = {block_id: count for block_id, count in enumerate(self._num_references) if count}
         assert len(empty) == len(self._empty), "a block is in the free list twice"
-        num_states = len(empty) + len(cached) + len(used)
-        assert num_states == self.num_blocks == len(empty | cached | used), (
-            f"empty {len(empty)} + cached {len(cached)} + used {len(used)} is not every block of {self.num_blocks}"
+        states = (empty, cached, references.keys())
+        assert sum(map(len, states)) == self.num_blocks == len(set().union(*states)), (
+            "empty {} + cached {} + used {} is not every block of {}".format(*map(len, states), self.num_blocks)
         )
-        uses = Counter(block_id for table in tables for block_id in table)
-        wrong = {i: (n, uses[i]) for i, n in enumerate(self._num_references) if n != uses[i]}
+        uses = Counter(itertools.chain.from_iterable(tables))
+        wrong = {i: (references.get(i, 0), uses[i]) for i, _ in references.items() ^ uses.items()}
         assert not wrong, f"block id -> (references, uses in block tables) differ: {wrong}"
-        index = {hash_: block_id for block_id, hash_ in enumerate(self._hash_of) if hash_ is not None}
-        assert index == self._block_of, "the prefix index and the blocks' hashes differ"
-        assert all((self._hash_of[i] is None) == (i in empty) for i in empty | cached), "a free block is misfiled"
+        hashes = {block_id: hash_ for block_id, hash_ in enumerate(self._hash_of) if hash_ is not None}
+        assert {hash_: block_id for block_id, hash_ in hashes.items()} == self._block_of, (
+            "the prefix index and the blocks' hashes differ"
+        )
+        assert not (cached - hashes.keys()) | (empty & hashes.keys()), "a free block is misfiled"
 
     def _evict(self) -> int:
         block_id = next(iter(self._cached))

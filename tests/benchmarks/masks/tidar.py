@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +61,14 @@ class Arm:
     num_drafted: dict[str, int] = field(default_factory=dict)
     num_accepted: dict[str, int] = field(default_factory=dict)
 
-    def run(self, sampling: str, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> None:
+    def run(
+        self,
+        sampling: str,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        concurrency: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Serve all prompts, so many at a time."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **SAMPLINGS[sampling])
         num_rows = num_rounds = num_drafted = num_accepted = 0
@@ -73,7 +80,7 @@ class Arm:
             return execute(batch, chosen)
 
         tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-        began_s = time.perf_counter()
+        began_s = clock()
         self.offline.runner.execute = counted  # type: ignore[method-assign]
         for group in _groups(prompts, concurrency):
             requests = [
@@ -87,7 +94,7 @@ class Arm:
                 num_rounds += 1
                 num_drafted += output.num_draft_tokens
                 num_accepted += output.num_accepted_tokens
-        seconds = time.perf_counter() - began_s
+        seconds = clock() - began_s
         self.offline.runner.execute = execute  # type: ignore[method-assign]
         self.offline.engine.scheduler.flush_cache()
         self.tokens[sampling] = list(tokens.values())
@@ -156,14 +163,27 @@ def to_markdown(arms: Mapping[str, Arm], num_prompt_rows: int) -> str:
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--draft-length", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-def tidar(model: Path, num_prompts: int, max_tokens: int, concurrency: int, draft_length: int, repeats: int) -> None:
+@click.option("--processor-time", is_flag=True, help="Of a shared CPU: tokens per second of one thread's own time.")
+def tidar(
+    model: Path,
+    num_prompts: int,
+    max_tokens: int,
+    concurrency: int,
+    draft_length: int,
+    repeats: int,
+    processor_time: bool,
+) -> None:
     """Serve held-out prompts with a model of `train-drafter tidar`: tokens per forward, tokens/s, and equality."""
+    clock = time.perf_counter
+    if processor_time:
+        torch.set_num_threads(1)
+        clock = time.process_time
     with ExitStack() as opening:
         arms = open_arms(str(model), draft_length=draft_length, opening=opening)
         tokenizer = load_tokenizer(arms[PLAIN].offline.config.verifier_spec.model)
         prompts = [tokenizer.encode(prompt)[:128] for prompt in held_out_prompts()[:num_prompts]]
         for _, sampling, arm in itertools.product(range(repeats), SAMPLINGS, arms.values()):
-            arm.run(sampling, prompts, max_tokens, concurrency)
+            arm.run(sampling, prompts, max_tokens, concurrency, clock)
     console = console_of(160)
     console.print(f"{describe_machine()}")
     console.print(f"{num_prompts} prompts, {max_tokens} tokens each, {concurrency} at a time, {repeats} repeats")

@@ -80,6 +80,7 @@ def plain(pair: dict[str, Any]) -> Iterator[dict[SamplingParams, list[list[int]]
         yield {sampling: tokens(generate(engine, sampling)) for sampling in (GREEDY, SEEDED)}
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize(
     ("degrees", "drafter_process"),
     [((1, 1), False), ((1, 1), True), ((2, 1), False), ((2, 2), True)],
@@ -94,6 +95,7 @@ def test_same_tokens_wherever_the_drafter_runs(pair, plain, degrees, drafter_pro
         engine.engine.scheduler.check_integrity()
 
 
+@pytest.mark.usefixtures("forking")
 def test_drafter_process_killed_half_way_changes_no_token(pair, plain):
     with OfflineEngine(ServiceConfig(**pair), drafter_process=True) as engine:
         (drafter,) = engine.drafter_pids

@@ -20,6 +20,7 @@ PROMPTS = (tuple(range(100, 130)), tuple(range(300, 320)))
 
 def engine(*, rollouts: bool, drafter_process: bool = False, **options: object) -> OfflineEngine:
     config = {"speculative_config": LOOK_UPS, "rollouts": rollouts, "dtype": "float32", "threads_per_rank": 1}
+    config["kv_cache_memory_bytes"] = 32 << 20
     return OfflineEngine(ServiceConfig(**{**config, **options}), drafter_process=drafter_process)
 
 
@@ -69,6 +70,7 @@ def test_histories_bring_drafts_and_change_no_token():
     assert warm > cold + 24, "the second epoch drafts from the first"
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("location", ["verifier", "pool"])
 def test_another_engine_drafts_from_what_requests_bring_and_changes_no_token(location: str):
     memory = RolloutMemory()

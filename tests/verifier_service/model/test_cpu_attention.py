@@ -1,6 +1,8 @@
-"""The kernels in place against the slow reference; what they leave to torch; what becomes of a machine without them."""
+"""The kernels in place against the slow reference and, for trees, torch's; what becomes of a machine without them."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -43,7 +45,12 @@ def test_any_schedule_equals_the_reference(spans, window, seed):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-def batch_of(contexts: list[int], lengths: list[int], trees: list[list[int]] | None = None) -> ScheduledBatch:
+def batch_of(
+    contexts: list[int],
+    lengths: list[int],
+    trees: list[list[int]] | None = None,
+    ends: list[list[int]] | None = None,
+) -> ScheduledBatch:
     """Sequences one after the other in the pool."""
     widths = [-(-context // BLOCK_SIZE) for context in contexts]
     firsts = [sum(widths[:i]) for i in range(len(widths))]
@@ -58,6 +65,7 @@ def batch_of(contexts: list[int], lengths: list[int], trees: list[list[int]] | N
         block_tables=tables,
         logits_indices=[],
         tree_parents=trees or [],
+        tree_ends=ends or [],
     )
 
 
@@ -72,9 +80,11 @@ def drawn(batch: ScheduledBatch, dtype: torch.dtype, *, dim: int = 64) -> tuple[
     return pool, [fused[:, :9], fused[:, 9:12], fused[:, 12:]]
 
 
-def attended(batch: ScheduledBatch, dtype: torch.dtype, make=in_place) -> torch.Tensor:
-    pool, tensors = drawn(batch, dtype)
-    return make(batch, pool).attend(0, *tensors, AttentionOptions())
+def attended(
+    batch: ScheduledBatch, dtype: torch.dtype, make=in_place, *, dim: int = 64, **options: object
+) -> torch.Tensor:
+    pool, tensors = drawn(batch, dtype, dim=dim)
+    return make(batch, pool).attend(0, *tensors, AttentionOptions(**options))
 
 
 def test_half_precision_is_rounded_once_at_the_end():
@@ -89,13 +99,27 @@ def test_half_precision_is_rounded_once_at_the_end():
     torch.testing.assert_close(got.float(), expected, atol=1e-5, rtol=2**-8)
 
 
-def test_trees_go_to_torch_and_all_keys_are_written_first():
+# what sequences have after their last committed token: none, a tree, a draft of one token and two blocks of masks
+TREES = batch_of(
+    [9, 40, 12, 30, 33, 33],
+    [1, 25, 4, 9, 6, 29],
+    [[], [], [-1, 0, 0], [-1, -1, 0, 0, 1, 2, 2, 5], *[[-1, -1, 1, 0, 3]] * 2],
+    [[], [], [], [], *[[1, 3, 3, 5, 5]] * 2],
+)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 12])
+@pytest.mark.parametrize("dim", [24, 32, 64])
+def test_trees_and_masks_equal_torchs(dim: int, window: int | None):
+    options = {"sliding_window": window, "softcap": 2.0 if window == 3 else None}
+    expected = attended(TREES, torch.float32, AttentionContext.of, dim=dim, **options)
+    torch.testing.assert_close(attended(TREES, torch.float32, dim=dim, **options), expected, atol=1e-5, rtol=1e-4)
+    chains = dataclasses.replace(TREES, tree_parents=[], tree_ends=[])
+    assert (attended(chains, torch.float32, dim=dim, **options) - expected).abs().max() > 0.01 or window == 1
+
+
+def test_all_keys_are_written_first():
     batch = batch_of([9, 40, 12, 30], [1, 25, 4, 3], [[], [], [-1, 0, 0], []])
-    assert torch.allclose(
-        attended(batch, torch.float32),
-        attended(batch, torch.float32, AttentionContext.of),
-        atol=1e-5,
-    )
     pool, tensors = drawn(batch, torch.float32)
     in_place(batch, pool).attend(0, *tensors, AttentionOptions())
     assert torch.equal(pool.keys[0][batch.slot_mapping], tensors[1])

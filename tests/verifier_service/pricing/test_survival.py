@@ -189,3 +189,18 @@ def test_memory_is_bounded():
     for index in range(MAX_POOLS):
         play(estimator, rng, (0.9,), drafter_id=str(index), num_rounds=20)
     assert estimator.survivals("x", "bad", 1) == pytest.approx(estimator.survivals("x", "unheard of", 1))
+
+
+def test_usual_survivals_are_those_after_any_outcome():
+    estimator, rng = SurvivalEstimator(), random.Random(8)
+    assert estimator.usual_survivals("r", "d", 2) == estimator.survivals("r", "d", 2)
+    accepted = True
+    for _ in range(2000):  # right after a draft that was right, wrong after a wrong one
+        accepted = rng.random() < (0.9 if accepted else 0.1)
+        estimator.observe("r", "d", num_draft_tokens=1, num_accepted_tokens=int(accepted))
+    usual = []
+    for num_accepted, after in ((1, 0.9), (0, 0.1)):
+        estimator.end_round("newcomer", "d", 1, num_accepted)
+        assert estimator.survivals("newcomer", "d", 1) == pytest.approx([after], abs=0.05)
+        usual.append(estimator.usual_survivals("newcomer", "d", 1))
+    assert usual[0] == usual[1] == pytest.approx([0.5], abs=0.05)
