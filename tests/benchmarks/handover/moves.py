@@ -1,8 +1,9 @@
 """`make study NAME=moves`: a verifier joins one where requests wait; running ones move to it, or stay.
 
 Each arm is the manifest that we ship on a cluster of three raylets, with the embedded pair and few places in a batch.
-All requests come at once, to the one verifier that there is; the autoscaler adds a second one. Arms differ in the
-router's `move_after_s` alone. Greedy tokens must be the same in all.
+All requests come at once, to the one verifier that there is; the autoscaler adds a second one. They decode without
+drafts, unless asked otherwise, for a drafter would want the core of the second verifier. Arms differ in the router's
+`move_after_s` alone. Greedy tokens must be the same in all.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def moved_of(metrics: str) -> int:
     return sum(int(float(line.rpartition(" ")[2])) for line in lines if 'outcome="moved"' in line)
 
 
-def measure(deployed: Deployed, prompts: Sequence[str], num_requests: int, max_tokens: int) -> Figures:
+def measure(deployed: Deployed, prompts: Sequence[str], *, num_requests: int, max_tokens: int, drafts: bool) -> Figures:
     """Send all requests at once, and wait for their ends."""
+    body = {"max_tokens": max_tokens, "ignore_eos": True, "disable_spec_decode": not drafts}
     begin_s = time.monotonic()
     joined: list[float] = []
     is_over = threading.Event()
@@ -75,7 +77,7 @@ def measure(deployed: Deployed, prompts: Sequence[str], num_requests: int, max_t
 
     def one(place: int) -> tuple[Streamed, float]:
         prompt = f"# {place}\n{prompts[place % len(prompts)]}"
-        streamed = deployed.service.stream(prompt, max_tokens=max_tokens, ignore_eos=True, timeout_s=600.0)
+        streamed = deployed.service.stream(prompt, timeout_s=600.0, **body)
         return streamed, time.monotonic() - begin_s
 
     watcher = threading.Thread(target=watch)
@@ -96,8 +98,9 @@ def measure(deployed: Deployed, prompts: Sequence[str], num_requests: int, max_t
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--num-requests", type=click.IntRange(min=1), default=24, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=2), default=700, show_default=True, help="Of each.")
+@click.option("--drafts", is_flag=True, help="Of up to four tokens, by one drafter.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-def moves(num_requests: int, max_tokens: int, markdown_file: Path | None) -> None:
+def moves(num_requests: int, max_tokens: int, drafts: bool, markdown_file: Path | None) -> None:
     """Measure what it brings that running requests move to a verifier that joins; fails where a token differs."""
     drafter = {"method": "draft_model", "model": str(draft_path()), "num_speculative_tokens": 4}
     found: dict[str, Figures] = {}
@@ -112,11 +115,13 @@ def moves(num_requests: int, max_tokens: int, markdown_file: Path | None) -> Non
             kv_cache_memory_bytes=64 << 20,
             speculative_config=drafter,
         ) as deployed:
-            found[name] = measure(deployed, held_out_prompts(), num_requests, max_tokens)
+            prompts = held_out_prompts()
+            found[name] = measure(deployed, prompts, num_requests=num_requests, max_tokens=max_tokens, drafts=drafts)
     first = next(iter(found.values()))
     title = (
-        f"{describe_machine()}; the embedded pair, float32, drafts of four, a thread for each rank, {PER_VERIFIER} "
-        f"requests at a time at a verifier, {num_requests} requests of {max_tokens} tokens at once."
+        f"{describe_machine()}; the embedded target, float32, {'drafts of four' if drafts else 'no drafts'}, a thread "
+        f"for each rank, {PER_VERIFIER} requests at a time at a verifier, {num_requests} requests of {max_tokens} "
+        "tokens at once."
     )
     rows = [figures.row(name, first) for name, figures in found.items()]
     page = "\n".join([title, "", *markdown_table(HEADINGS, rows, num_left=1)])
