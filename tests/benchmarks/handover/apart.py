@@ -208,7 +208,7 @@ def apart(
 ) -> None:
     """Measure what prefill on a verifier of its own does to streams; fails where a token differs."""
     if links:
-        _show(f"{describe_machine()}; {repeats} repetitions.", table_of_links(repeats), markdown_file)
+        show(f"{describe_machine()}; {repeats} repetitions.", table_of_links(repeats), markdown_file)
         return
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
     asks = asks_of(
@@ -231,14 +231,15 @@ def apart(
         f"tokens, {num_streams} streams of {max_tokens} tokens, {num_prompts} prompts of about {prompt_tokens} tokens "
         f"each {every_s:g} s, {repeats} rounds."
     )
-    _show(title, markdown_table((*HEADINGS, *CHECKS), rows, num_left=1), markdown_file)
+    show(title, markdown_table((*HEADINGS, *CHECKS), rows, num_left=1), markdown_file)
     if any(
         figures.answers != found[ALONE].answers or figures.short != found[ALONE].short for figures in found.values()
     ):
         raise click.ClickException("answers differ from those of one verifier")
 
 
-def _show(title: str, table: list[str], markdown_file: Path | None) -> None:
+def show(title: str, table: list[str], markdown_file: Path | None) -> None:
+    """Print a study's page, and write it to a file if there is one."""
     page = "\n".join([title, "", *table])
     console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
     if markdown_file is not None:

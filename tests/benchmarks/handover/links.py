@@ -47,7 +47,7 @@ from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+from outrider.verifier_service.model.ranks import PipeListener
 from tiny.models import make_checkpoint
 
 LOADS = ((1, 64), (1, 512), (1, 1024), (1, 2048), (8, 64), (8, 512))  # requests at once, tokens of each prompt
@@ -105,17 +105,13 @@ def row_of(order: str, load: tuple[int, int], way: str, found: Sequence[Handed])
 # --- a verifier ---
 
 
-def run_rank(spec: VerifierSpec, rank: RankSpec) -> None:
-    spec.run_rank(rank)
-
-
 def run_shell(spec: VerifierSpec, study: Connection, frame_bytes: Any) -> None:
     """Serve a verifier until the study hangs up; tells it the endpoint and the processes' ids."""
     uvloop.run(_serve(spec, study, frame_bytes))
 
 
 async def _serve(spec: VerifierSpec, study: Connection, frame_bytes: Any) -> None:
-    ranks, is_ready = RankProcesses(run_rank, spec, 1, first_rank=0), asyncio.Event()
+    ranks, is_ready = RankProcesses(VerifierSpec.run_rank, spec, 1, first_rank=0), asyncio.Event()
     with PipeListener(ranks.rank(0, 1).shell_address) as listener:
         ranks.start()
         pipe = await asyncio.to_thread(listener.accept, ranks.are_alive)

@@ -8,6 +8,7 @@ drafts, unless asked otherwise, for a drafter would want the core of the second 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -19,9 +20,11 @@ from pathlib import Path
 import click
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.handover.apart import show
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table
+from outrider.cluster.common.terminal import markdown_table
 from outrider.drafter_service.embedded import draft_path, held_out_prompts
 from outrider.lab.bench.pairs import describe_machine
 from services.live_service import Streamed
@@ -59,8 +62,13 @@ class Figures:
 
 def moved_of(metrics: str) -> int:
     """Return how many requests have moved, by what a gateway's `/metrics` says."""
-    lines = (line for line in metrics.splitlines() if line.startswith("outrider_handovers_total{"))
-    return sum(int(float(line.rpartition(" ")[2])) for line in lines if 'outcome="moved"' in line)
+    samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(metrics))
+    moved = (
+        sample.value
+        for sample in samples
+        if sample.name == "outrider_handovers_total" and sample.labels["outcome"] == "moved"
+    )
+    return int(sum(moved))
 
 
 def measure(deployed: Deployed, prompts: Sequence[str], *, num_requests: int, max_tokens: int, drafts: bool) -> Figures:
@@ -124,9 +132,6 @@ def moves(num_requests: int, max_tokens: int, drafts: bool, markdown_file: Path 
         "tokens at once."
     )
     rows = [figures.row(name, first) for name, figures in found.items()]
-    page = "\n".join([title, "", *markdown_table(HEADINGS, rows, num_left=1)])
-    console_of(140).print(page, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    show(title, markdown_table(HEADINGS, rows, num_left=1), markdown_file)
     if any(figures.answers != first.answers for figures in found.values()):
         raise click.ClickException("answers differ")
