@@ -64,7 +64,7 @@ def requests(draft_length: int) -> list[GenerationRequest]:
 
 
 def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(kernels.VARIABLE, "0")
     target, draft = make_lively_model("llama"), perturbed_copy("llama", 0.05)
     nobody = NoDrafts()
     plain = load(target, tmp_path / "plain")
@@ -84,7 +84,7 @@ def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path, monkeyp
 
 def test_tokens_of_steps_launched_early_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of inputs and logits are those of the step before, which is yet to be read."""
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(kernels.VARIABLE, "0")
     monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 32)
     samplings = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.95})
     prompts = [

@@ -51,29 +51,7 @@ void write_cache(const Attend& a) {
     }
 }
 
-constexpr int32_t LANES = 16;
 constexpr int32_t SPAN = 16;  // queries
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-
-inline Floats load(const float* numbers) {
-    Floats loaded;
-    std::memcpy(&loaded, numbers, sizeof loaded);
-    return loaded;
-}
-
-inline Floats load(const BFloat16* numbers) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-    typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-    Halves halves;
-    std::memcpy(&halves, numbers, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline float sum_of(Floats numbers) {
-    float sum = 0.0f;
-    for (int32_t lane = 0; lane < LANES; ++lane) sum += numbers[lane];
-    return sum;
-}
 
 // The tokens that a query sees, and the addresses of the query and its output for one KV head.
 template <typename T>
@@ -145,8 +123,11 @@ struct Plain {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t) {
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const T* key = static_cast<const T*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
-            float sum = 0.0f;
-            for (int32_t d = 0; d < a.head_dim; ++d) sum += widened(q.query[d]) * widened(key[d]);
+            Floats sums = {};
+            int32_t d = 0;
+            for (; d + LANES <= a.head_dim; d += LANES) sums += load(q.query + d) * load(key + d);
+            float sum = sum_of(sums);
+            for (; d < a.head_dim; ++d) sum += widened(q.query[d]) * widened(key[d]);
             scores[index] = sum * a.scale;
         });
     }
@@ -169,11 +150,12 @@ void soften(const Attend& a, float* scores, int32_t count, int32_t head) {
     const float sink = a.sinks ? a.sinks[head] : scores[0];
     float largest = sink;
     for (int32_t j = 0; j < count; ++j) largest = scores[j] > largest ? scores[j] : largest;
-    float total = a.sinks ? exp_of(sink - largest) : 0.0f;
-    for (int32_t j = 0; j < count; ++j) {
-        scores[j] = exp_of(scores[j] - largest);
-        total += scores[j];
-    }
+    for (int32_t j = 0; j < count; ++j) scores[j] = exp_of(scores[j] - largest);
+    Floats sums = {};
+    int32_t summed = 0;
+    for (; summed + LANES <= count; summed += LANES) sums += load(scores + summed);
+    float total = sum_of(sums) + (a.sinks ? exp_of(sink - largest) : 0.0f);
+    for (; summed < count; ++summed) total += scores[summed];
     for (int32_t j = 0; j < count; ++j) scores[j] /= total;
 }
 
@@ -217,7 +199,7 @@ std::vector<Span> spans_of(const Attend& a) {
 
 template <typename T, int32_t CHUNKS>
 void attend_all(const Attend& a) {
-    constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : 16 / CHUNKS;  // 16 registers of sums
+    constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : std::max(1, 16 / CHUNKS);  // 16 registers of sums
     const std::vector<Span> spans = spans_of(a);
     const int32_t num_items = static_cast<int32_t>(spans.size()) * a.num_kv_heads, repeats = a.num_heads / a.num_kv_heads;
 #pragma omp parallel num_threads(a.num_threads) if (num_items > 1)
@@ -256,10 +238,10 @@ template <typename T>
 void attend(const Attend& a) {
     write_cache<T>(a);
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
-        case 32: return attend_all<T, 2>(a);
-        case 64: return attend_all<T, 4>(a);
-        case 128: return attend_all<T, 8>(a);
-        case 256: return attend_all<T, 16>(a);
+        case 32: return attend_all<T, 32 / LANES>(a);
+        case 64: return attend_all<T, 64 / LANES>(a);
+        case 128: return attend_all<T, 128 / LANES>(a);
+        case 256: return attend_all<T, 256 / LANES>(a);
         default: return attend_all<T, 0>(a);
     }
 }

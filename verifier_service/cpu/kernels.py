@@ -1,4 +1,8 @@
-"""Compile this folder's kernels once per machine, and call them; without a C++ compiler there are none."""
+"""Compile this folder's kernels once per machine, and call them; without a C++ compiler there are none.
+
+A row's numbers do not depend on the other rows of its batch in any kernel, for any instructions: sums have one order,
+which the sources write out. tests/exactness/test_batch_invariance.py holds it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,16 @@ from typing import Any
 import torch
 
 from outrider.verifier_service.cache import cache_folder
+from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa
 
 SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
-FLAGS = (  # allow reordering of sums, which vectorisation needs; keep infinities and NaN
+FLAGS = (  # sums keep their order, infinities and NaN stay
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-Wno-psabi"),
 )
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 COMPILE_TIMEOUT_S = 120.0
-DISABLING_VARIABLE = "OUTRIDER_CPU_KERNELS"  # "0": use torch instead
+CPU_INFO = Path("/proc/cpuinfo")
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +68,8 @@ class Kernels:
         # short calls keep the GIL: getting it back from another thread may take longer than the call
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.attend: Function = _function(long, f"attend_{name}", (ctypes.POINTER(Attend),))
-        # by the weight's dtype; empty on a processor without AVX-512
-        self.linear: dict[torch.dtype, Function] = {
-            weight: _function(long, function, _LINEAR)
-            for weight, weight_name in NAMES.items()
-            if hasattr(long, f"outrider_{(function := f'linear_{name}_{weight_name}')}")
+        self.linear: dict[torch.dtype, Function] = {  # by the weight's dtype
+            weight: _function(long, f"linear_{name}_{NAMES[weight]}", _LINEAR) for weight in (dtype, torch.int8)
         }
         self._rms_norm = _function(short, f"rms_norm_{name}", _RMS_NORM)
         self._rotate = _function(short, f"rotate_{name}", _ROTATE)
@@ -112,9 +114,22 @@ def kernels_of(rows: torch.Tensor) -> Kernels | None:
 
 @cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
-    """Return the kernels for a dtype; None without a compiler, which is logged once."""
+    """Return the kernels for a dtype; None without a compiler, which is logged once. Raises as `wanted_isa`."""
     path = _library()
     return None if path is None or dtype not in (torch.float32, torch.bfloat16) else Kernels(path, dtype)
+
+
+def wanted_isa() -> Isa | None:
+    """Return the instructions that kernels are compiled for where there is a compiler; None: no kernels are wanted.
+
+    Raises `ValueError` where `isa.VARIABLE` asks for instructions that the processor lacks.
+    """
+    return chosen_isa(_cpu_info(), os.environ.get(VARIABLE))
+
+
+def own_isa() -> Isa | None:
+    """Return the instructions that our kernels use; None: there are no kernels. Raises as `wanted_isa`."""
+    return None if _library() is None else wanted_isa()
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Function:
@@ -125,14 +140,15 @@ def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Fu
 
 @cache
 def _library() -> Path | None:
-    if os.environ.get(DISABLING_VARIABLE) == "0":
+    isa = wanted_isa()
+    if isa is None:
         return None
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
         return None
     try:
-        path = _compile_once(compiler)
+        path = _compile_once(compiler, isa)
         ctypes.CDLL(str(path))
         return path
     except (OSError, subprocess.SubprocessError) as error:
@@ -140,32 +156,31 @@ def _library() -> Path | None:
         return None
 
 
-def _compile_once(compiler: str) -> Path:
+def _compile_once(compiler: str, isa: Isa) -> Path:
     """Return the compiled library, compiling it unless the cache has it for this source and processor."""
-    path = cache_folder() / "kernels" / f"cpu-{_key(compiler)}.so"
+    command = (compiler, *FLAGS, *isa.compiler_flags)
+    path = cache_folder() / "kernels" / f"cpu-{_key(command)}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / path.name
-            command = [
-                compiler,
-                *FLAGS,
-                "-o",
-                str(made),
-                *(str(source) for source in SOURCES if source.suffix == ".cpp"),
-            ]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+            sources = (str(source) for source in SOURCES if source.suffix == ".cpp")
+            subprocess.run(
+                [*command, "-o", str(made), *sources], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+            )
             made.replace(path)  # atomic; another process writes the same file
     return path
 
 
-def _key(compiler: str) -> str:
-    """Return a key of source, flags, compiler and processor: machines with other instructions may share the folder."""
-    processor = Path("/proc/cpuinfo")
-    lines = processor.read_text().splitlines() if processor.is_file() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = (*(source.read_text() for source in SOURCES), *FLAGS, compiler, flags)
+def _key(command: tuple[str, ...]) -> str:
+    """Return a key of source, command and processor: machines with other instructions may share the folder."""
+    flags = next((line for line in _cpu_info().splitlines() if line.startswith(("flags", "Features"))), "")
+    parts = (*(source.read_text() for source in SOURCES), *command, flags)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu_info() -> str:
+    return CPU_INFO.read_text() if CPU_INFO.is_file() else ""
 
 
 def _text_of(error: OSError | subprocess.SubprocessError) -> str:

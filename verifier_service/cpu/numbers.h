@@ -29,6 +29,54 @@ inline void store(BFloat16* to, float value) {  // to the nearest, ties to even;
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// A vector register of the processor. Sums are taken lane by lane and then over the lanes, in an order that is written
+// out: the compiler may not choose one, for it might choose another where the same loop is compiled a second time.
+#if defined(__AVX512F__)
+constexpr int32_t LANES = 16;
+#elif defined(__AVX__)
+constexpr int32_t LANES = 8;
+#else
+constexpr int32_t LANES = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+template <typename Vector, typename Number>
+inline Vector read(const Number* numbers) {
+    Vector vector;
+    std::memcpy(&vector, numbers, sizeof vector);
+    return vector;
+}
+
+inline Floats load(const float* numbers) { return read<Floats>(numbers); }
+
+inline Floats load(const BFloat16* numbers) {
+    return (Floats)(__builtin_convertvector(read<Halves>(numbers), Words) << 16);
+}
+
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef float Floats8 __attribute__((vector_size(32)));
+
+template <typename Half, typename Whole>
+inline Half sum_of_halves(const Whole& numbers) {
+    Half halves[2];
+    std::memcpy(halves, &numbers, sizeof halves);
+    return halves[0] + halves[1];
+}
+
+inline float sum_of(const Floats& numbers) {
+#if defined(__AVX512F__)
+    const Floats4 four = sum_of_halves<Floats4>(sum_of_halves<Floats8>(numbers));
+#elif defined(__AVX__)
+    const Floats4 four = sum_of_halves<Floats4>(numbers);
+#else
+    const Floats4 four = numbers;
+#endif
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 // exp for x <= 0, relative error below 3e-7: 2^n times a polynomial over [-1/2, 1/2] octaves
 inline float exp_of(float x) {
     const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;

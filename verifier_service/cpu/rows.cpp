@@ -11,6 +11,16 @@ namespace {
 
 constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers; with fewer, waking a second thread costs more than it saves
 
+template <typename T>
+float sum_of_squares(const T* numbers, int32_t count) {
+    Floats sums = {};
+    int32_t i = 0;
+    for (; i + LANES <= count; i += LANES) sums += load(numbers + i) * load(numbers + i);
+    float sum = sum_of(sums);
+    for (; i < count; ++i) sum += widened(numbers[i]) * widened(numbers[i]);
+    return sum;
+}
+
 // Norm each of `num_heads` heads of `size` numbers of every row, each head with its own weight.
 template <typename T>
 void rms_norm(const T* input, const float* weight, T* output, int64_t num_rows, int64_t row_stride,
@@ -22,9 +32,7 @@ void rms_norm(const T* input, const float* weight, T* output, int64_t num_rows, 
             const T* from = input + row * row_stride + head * size;
             T* __restrict to = output + row * width + head * size;
             const float* scale = weight + head * size;
-            float squares = 0.0f;
-            for (int32_t i = 0; i < size; ++i) squares += widened(from[i]) * widened(from[i]);
-            const float inverse = 1.0f / std::sqrt(squares / size + eps);
+            const float inverse = 1.0f / std::sqrt(sum_of_squares(from, size) / size + eps);
             for (int32_t i = 0; i < size; ++i) store(to + i, widened(from[i]) * inverse * scale[i]);
         }
     }

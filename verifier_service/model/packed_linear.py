@@ -1,11 +1,12 @@
 """Linear layers with prepacked weights: on a CPU, a few rows then cost hardly more than one.
 
-    PanelLinear   our own kernel, for AVX-512 (bfloat16: only without AMX)
-    PackedLinear  oneDNN's layout, on other CPUs
-    Int8Linear    torch's product with int8 weights, on CPUs without our own kernel
+    PanelLinear   our own kernel
+    PackedLinear  oneDNN's layout, on CPUs without a C++ compiler
+    Int8Linear    torch's product with int8 weights, there
     PlainLinear   torch's own, elsewhere
 
-A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both run at memory speed.
+With AMX oneDNN is faster from some 16 rows on, but adds in another order from 33 rows on: a row's numbers would depend
+on the other rows. A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both run at memory speed.
 This decides whether verifying a draft is free on a CPU.
 """
 
@@ -25,7 +26,7 @@ from outrider.verifier_service.model.config import Quantization
 LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
 CHANNELS = 16  # per panel, as in cpu/linear.cpp
-INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2}
+INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}  # of a weight
 MIN_WEIGHTS = 1 << 17  # smaller weights stay in the processor's cache, and the plain call is shorter
 
 
@@ -73,7 +74,7 @@ class PanelLinear(nn.Module):
         kernels = load_kernels(dtype)
         assert kernels is not None
         self._dtype, self._multiply = dtype, kernels.linear[weight.dtype]
-        self._panels = to_panels(weight.detach(), inputs_per_step=INPUTS_PER_STEP[dtype])
+        self._panels = to_panels(weight.detach())
         self._bias = None if bias is None else bias.detach().float()
         self._scales = None if scales is None else scales.float().contiguous()
 
@@ -92,8 +93,9 @@ class PanelLinear(nn.Module):
         return output
 
 
-def to_panels(weight: torch.Tensor, *, inputs_per_step: int) -> torch.Tensor:
+def to_panels(weight: torch.Tensor) -> torch.Tensor:
     """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], the last panel padded."""
+    inputs_per_step = INPUTS_PER_STEP[weight.dtype]
     missing = -weight.shape[0] % CHANNELS
     whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     return whole.view(-1, CHANNELS, weight.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
@@ -157,18 +159,15 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def has_panels(weight: torch.Tensor) -> bool:
-    """Return whether our own kernel runs a weight, and is fastest: for bfloat16, oneDNN with AMX is faster."""
-    is_for_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
-    return not is_for_amx and has_kernel(weight, weight.dtype)
+    """Return whether our own kernel multiplies with a weight as it is."""
+    return has_kernel(weight, weight.dtype)
 
 
 def has_kernel(weight: torch.Tensor, held: torch.dtype) -> bool:
     """Return whether our own kernel multiplies rows of `weight`'s dtype with the weight stored as dtype `held`."""
-    if weight.device.type != "cpu" or weight.dtype not in INPUTS_PER_STEP:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
-    kernels = load_kernels(weight.dtype)
-    is_whole = weight.shape[1] % INPUTS_PER_STEP[weight.dtype] == 0
-    return kernels is not None and held in kernels.linear and is_whole
+    return weight.shape[1] % INPUTS_PER_STEP[held] == 0 and load_kernels(weight.dtype) is not None
 
 
 def can_pack(weight: torch.Tensor) -> bool:

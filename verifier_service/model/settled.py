@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.verifier_service.cpu.isa import Isa
+from outrider.verifier_service.cpu.kernels import wanted_isa
 from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 
@@ -47,9 +49,9 @@ def with_dtype(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for bfloat16 products (AVX512-BF16 or AMX)."""
+    """Return whether this CPU has instructions for bfloat16 products (AVX512-BF16 or AMX), and may use them."""
     found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16")) and wanted_isa() not in (Isa.AVX2, Isa.BASELINE)
 
 
 def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:

@@ -163,7 +163,7 @@ def block_logits(model: PreTrainedModel, before: Sequence[int]) -> torch.Tensor:
 
 
 def test_masks_are_captured_like_any_tree(target: Target, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")  # as on an accelerator: torch's operators alone
+    monkeypatch.setenv(kernels.VARIABLE, "0")  # as on an accelerator: torch's operators alone
     plain = run(target.engine(None), requests_of())
     folder = Path(target.spec.model.path)
     captured = Target.of(folder, target.model, played_backend(), num_kv_blocks=96)

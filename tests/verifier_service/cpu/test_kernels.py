@@ -145,7 +145,7 @@ def test_a_compiler_that_fails_is_told_with_its_words(fresh, monkeypatch, caplog
 
 
 def test_they_can_be_switched_off(fresh, monkeypatch):
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(kernels.VARIABLE, "0")
     assert kernels.load_kernels(torch.float32) is None
 
 

@@ -126,7 +126,7 @@ def fake_step(model: Decoder, mode: FakeTensorMode) -> torch.Tensor:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on an accelerator: torch's operators alone, which know the shapes of tensors without memory."""
-    monkeypatch.setenv(cpu.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(cpu.VARIABLE, "0")
     for cached in (cpu.load_kernels, cpu._library):
         cached.cache_clear()
     yield

@@ -125,13 +125,6 @@ def test_the_fastest_is_made():
     assert isinstance(make_linear(drawn(8, 7, dtype=torch.bfloat16), None, "int8"), Int8Linear)
 
 
-def test_amx_multiplies_bfloat16_faster_than_we_do(monkeypatch):
-    require_panels(torch.bfloat16)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert not has_panels(drawn(8, 8, dtype=torch.bfloat16))
-    assert has_panels(drawn(8, 8))
-
-
 @torch.no_grad()
 def test_a_models_linears_are_replaced():
     block, rows = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)), torch.randn(3, 512)

@@ -52,7 +52,7 @@ MASKS, MASK_ENDS = [-1, 0, -1, 2, 0, 4, 1, 6], [1, 2, 4, 4, 6, 6, 8, 8]
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: torch's operators alone."""
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(kernels.VARIABLE, "0")
 
 
 def tiny_decoder(name: str = "llama", num_layers: int = 2, device: torch.device = CPU) -> Decoder:

@@ -114,7 +114,7 @@ def test_a_folder_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_captured_steps_stay_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the addresses that it was captured with, which a played one checks."""
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setenv(kernels.VARIABLE, "0")
     old, new = write_two(tmp_path)
     runner = runner_of(old, backend=played_backend())
     before, wanted = logits_of(runner), logits_of(runner_of(new, backend=played_backend()))
