@@ -296,14 +296,18 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "is_draining", "num_running_requests")
+    __slots__ = ("version", "is_draining", "num_running_requests", "is_batch_invariant", "batch_dependent")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    IS_BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_DEPENDENT_FIELD_NUMBER: _ClassVar[int]
     version: str
     is_draining: bool
     num_running_requests: int
-    def __init__(self, version: _Optional[str] = ..., is_draining: bool = ..., num_running_requests: _Optional[int] = ...) -> None: ...
+    is_batch_invariant: bool
+    batch_dependent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., is_draining: bool = ..., num_running_requests: _Optional[int] = ..., is_batch_invariant: bool = ..., batch_dependent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -81,7 +81,9 @@ ROOMS = {
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
     "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
     "cluster/api": "common gateway web api/openai proto verifier_service/messages drafter_service/learning",
-    "cluster/vllm_engine": "hosted verifier_service/messages verifier_service/model verifier_service/engine",
+    "cluster/vllm_engine": (
+        "hosted verifier_service verifier_service/messages verifier_service/model verifier_service/engine"
+    ),
     "cluster/config": (
         "common router replies vllm_engine verifier_service verifier_service/messages verifier_service/model "
         "verifier_service/engine drafter_service/service drafter_service/learning drafter_service/embedded "
@@ -97,7 +99,7 @@ ROOMS = {
         "verifier_service/pricing verifier_service/links verifier_service/drafting verifier_service/engine"
     ),
     "cluster/offline": (
-        "common router monitoring gateway config verifier_service/messages verifier_service/model "
+        "common router monitoring gateway config verifier_service verifier_service/messages verifier_service/model "
         "verifier_service/links verifier_service/engine verifier_service/refit drafter_service/engine "
         "drafter_service/service"
     ),

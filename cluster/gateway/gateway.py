@@ -60,6 +60,14 @@ class Gateway:
         """Return this gateway's load, as vLLM's `server_load`, and the fleet's."""
         return {"server_load": self.num_running, **self._fleet_load()}
 
+    @property
+    def batch_dependent(self) -> list[str] | None:
+        """The parts of any verifier's model that give a token other logits beside other requests; None: unknown."""
+        found = [verifier.get("batch_dependent") for verifier in self._fleet_load().get("verifiers", ())]
+        if not found or None in found:
+            return None
+        return sorted({part for parts in found for part in parts})
+
     def drain(self) -> None:
         """Have the servers accept no new requests from now on.
 

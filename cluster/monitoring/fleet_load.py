@@ -34,6 +34,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     mean_lateness_s         by which late drafts missed their deadline
     accepted_per_round      recent accepted tokens per round of a drafter, mean over verifiers
     learners                see `learner_load`
+    batch_dependent         parts of the model that give a token other logits beside other requests; null: unknown
     hit_rate                asks answered by running ahead / asks for which it was tried; null: none
     """
     if snapshot is None:
@@ -61,6 +62,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "id": report.verifier_id,
         "state": ReplicaState.of(report).value,
         "role": report.role.value,
+        "batch_dependent": None if report.batch_dependent is None else list(report.batch_dependent),
         "num_running": report.load.num_running,
         "num_waiting": report.load.num_waiting,
         "kv_usage": report.load.kv_usage,

@@ -37,9 +37,9 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.pipe_writer import PipeWriter
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec, keep_loaded
 from outrider.verifier_service.model.runner import ParallelRunner
+from outrider.verifier_service.pipe_writer import PipeWriter
 from outrider.verifier_service.refit.rank_weights import RankWeights
 
 JOIN_TIMEOUT_S = 5.0

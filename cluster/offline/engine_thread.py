@@ -17,8 +17,8 @@ from outrider.cluster.offline.engine import OfflineEngine
 from outrider.verifier_service.messages.engine import Control, ControlResult, EngineLoad, EngineUpdate, ToEngine
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.pipe_writer import PipeWriter
 from outrider.verifier_service.model.ranks import widen
+from outrider.verifier_service.pipe_writer import PipeWriter
 
 
 class EngineEndedError(RuntimeError):

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.pipe_writer import PipeWriter
+from outrider.verifier_service.pipe_writer import PipeWriter
 
 logger = logging.getLogger(__name__)
 

@@ -189,6 +189,7 @@ class VerifierReplica:
             own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
             dtype=self._ready.dtype,
+            batch_dependent=self._ready.batch_dependent,
             draining=self._is_draining,
             role=self._role,
         )

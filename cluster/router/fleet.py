@@ -69,6 +69,7 @@ class VerifierReport:
     num_ranks: int = 1  # accelerators
     dtype: str = ""  # of the weights, as torch names it; empty: unknown
     role: VerifierRole = VerifierRole.BOTH
+    batch_dependent: tuple[str, ...] | None = None  # parts of its model; see `model.batch_invariance`; None: unknown
 
     def serves(self, weights: FleetWeights | None) -> bool:
         """Return whether it draws tokens from these weights, all of them."""

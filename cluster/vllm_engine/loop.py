@@ -25,7 +25,7 @@ from outrider.verifier_service.messages.engine import (
 )
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import encode
-from outrider.verifier_service.model.pipe_writer import PipeWriter
+from outrider.verifier_service.pipe_writer import PipeWriter
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import WEIGHT_CHANGES, EngineReady, StepTime
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.messages.wire import encode
+from outrider.verifier_service.model.batch_invariance import batch_dependent
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.packed_linear import bound_shape_caches
 from outrider.verifier_service.model.ranks import RankSpec, connect, gather, keep_freed_memory, keep_loaded
@@ -200,7 +201,10 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         step_times=profile_engine(engine, runner, spec),
         vocab_fingerprint=fingerprint_of(spec.model),
         dtype=str(share.dtype).removeprefix("torch."),
+        batch_dependent=batch_dependent(share.model, share.group.size),
     )
+    if ready.batch_dependent:
+        tell_phase(f"tokens may depend on what else is in a step, by {', '.join(ready.batch_dependent)}")
     shell.send_bytes(encode(ready))
     tell_phase("ready")
     with contextlib.closing(links), contextlib.closing(handovers):

@@ -207,6 +207,7 @@ class EngineReady:
     step_times: tuple[StepTime, ...]
     vocab_fingerprint: str = ""  # empty: unknown
     dtype: str = ""  # of the weights, as torch names it: bfloat16; empty: unknown
+    batch_dependent: tuple[str, ...] | None = None  # see `model.batch_invariance`; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

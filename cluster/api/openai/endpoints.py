@@ -200,7 +200,12 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, 
 
     @app.get("/version")
     async def version() -> dict[str, Any]:
-        return {"version": __version__}
+        parts = gateway.batch_dependent
+        return {
+            "version": __version__,
+            "batch_invariant": None if parts is None else not parts,
+            "batch_dependent": parts,
+        }
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -282,14 +282,21 @@ async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):
 
 
 async def test_server_info_and_loads(tokenizer):
-    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: {"verifiers": [{"running": 2}]})
+    verifiers: list[dict[str, object]] = [{"running": 2}]
+    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: {"verifiers": verifiers})
     running = await start_grpc_server(gateway, "127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         stub = generation_pb2_grpc.InferenceStub(channel)
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.version, info.is_draining, info.num_running_requests) == (version("outrider"), False, 0)
+        assert not info.HasField("is_batch_invariant")
         load = json_format.MessageToDict((await stub.GetLoads(pb.GetLoadsRequest())).load)
         assert load == {"server_load": 0, "verifiers": [{"running": 2}]}
+        verifiers[0]["batch_dependent"] = ()
+        assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_batch_invariant
+        verifiers.append({"batch_dependent": ("experts",)})
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert (info.is_batch_invariant, info.batch_dependent) == (False, ["experts"])
         gateway.drain()
         assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_draining
     await running.server.stop(None)

@@ -17,6 +17,7 @@ def test_every_replica_is_described():
         "id": "v0",
         "state": "ready",
         "role": "both",
+        "batch_dependent": None,
         "num_running": 6,
         "num_waiting": 2,
         "kv_usage": 0.625,

@@ -237,7 +237,8 @@ async def test_models_health_and_metrics(tokenizer, backend):
         assert (await client.get("/nowhere")).json()["error"]["type"] == "invalid_request_error"
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 200
-        assert (await client.get("/version")).json() == {"version": version("outrider")}
+        told = (await client.get("/version")).json()
+        assert told == {"version": version("outrider"), "batch_invariant": None, "batch_dependent": None}
         assert "vllm:generation_tokens_total" in (await client.get("/metrics")).text
 
     async def ill():

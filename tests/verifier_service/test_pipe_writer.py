@@ -1,7 +1,7 @@
 import threading
 from multiprocessing import Pipe
 
-from outrider.verifier_service.model.pipe_writer import PipeWriter
+from outrider.verifier_service.pipe_writer import PipeWriter
 
 
 def test_frames_arrive_in_order_and_a_full_pipe_blocks_nobody():

@@ -1,0 +1,66 @@
+"""What a loaded model says of its own dependence on a batch; that it is so is tests/exactness' to show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.model.batch_invariance import batch_dependent
+from outrider.verifier_service.model.decoder import Decoder
+from outrider.verifier_service.model.decoder_spec import read_decoder_spec
+from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.library_model import LibraryModel
+from outrider.verifier_service.model.packed_linear import PlainLinear
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from tiny.models import make_model
+
+SHARDED = "sums over 3 ranks"
+
+
+def decoder_of(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = make_model(name)
+    spec = read_decoder_spec(model.config)
+    assert spec is not None
+    reader = WeightReader(StateDictSource(model.state_dict()))
+    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "0")
+    for cached in (kernels.load_kernels, kernels._library):
+        cached.cache_clear()
+    yield
+    for cached in (kernels.load_kernels, kernels._library):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def _with_kernels():
+    if kernels.load_kernels(torch.float32) is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
+
+
+@pytest.mark.usefixtures("_with_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_decoder_by_our_kernels_depends_on_no_batch(dtype):
+    assert batch_dependent(decoder_of("llama", dtype)) == ()
+    assert batch_dependent(decoder_of("llama", dtype), num_ranks=2) == ()
+    assert batch_dependent(decoder_of("llama", dtype), num_ranks=3) == (SHARDED,)
+
+
+@pytest.mark.usefixtures("_with_kernels")
+def test_a_single_foreign_layer_is_named():
+    model = decoder_of("llama")
+    model.head = PlainLinear(torch.zeros(8, 8))
+    assert batch_dependent(model) == ("linear layers by oneDNN",)
+    assert batch_dependent(decoder_of("mixtral")) == ("experts",)
+    library = make_model("llama")
+    assert batch_dependent(LibraryModel(library)) == ("the transformers library's layers",)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_a_compiler_torchs_operators_are_named():
+    assert "torch's operators" in batch_dependent(decoder_of("llama"))
