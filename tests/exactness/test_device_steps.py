@@ -31,7 +31,6 @@ from exactness.small_engines import (
     perturbed_copy,
 )
 from fakes.scripted import ScriptedTarget, triple_law
-from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -39,6 +38,7 @@ from outrider.verifier_service.sampling import sampler
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 from tiny.models import random_sequences
 from tiny.played_graphs import played_backend
+from tiny.without_kernels import without_kernels
 
 ASYNC = {"kind": PipelinedEngine}
 NUM_CORRECTED_DRAWS = 2_500
@@ -63,8 +63,8 @@ def requests(draft_length: int) -> list[GenerationRequest]:
     ]
 
 
-def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, "0")
+@without_kernels()
+def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path) -> None:
     target, draft = make_lively_model("llama"), perturbed_copy("llama", 0.05)
     nobody = NoDrafts()
     plain = load(target, tmp_path / "plain")
@@ -82,9 +82,9 @@ def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path, monkeyp
     assert plain.graphs is None
 
 
+@without_kernels()
 def test_tokens_of_steps_launched_early_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of inputs and logits are those of the step before, which is yet to be read."""
-    monkeypatch.setenv(kernels.VARIABLE, "0")
     monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 32)
     samplings = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.95})
     prompts = [

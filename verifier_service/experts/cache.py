@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.fetch_counts import FetchCounts
@@ -128,13 +128,13 @@ class ExpertCache:
         return upload_rows(slots, self._device)
 
 
-def foreseen(rows: torch.Tensor, router: torch.Tensor, num_active: int) -> torch.Tensor:
+def foreseen(rows: torch.Tensor, router: nn.Module, num_active: int) -> torch.Tensor:
     """Return the experts that a later layer's router would put first for these rows: half of what each token takes.
 
     Hidden states change little from layer to layer (Libra, ICLR 2026). The first of them are nearly always taken, the
     last of them hardly more often than not, and a copy in vain delays others: docs/results/experts.md.
     """
-    return F.linear(rows, router).topk(max(1, num_active // 2), dim=-1).indices
+    return router(rows).topk(max(1, num_active // 2), dim=-1).indices
 
 
 def num_tokens_each(chosen: Sequence[torch.Tensor], num_experts: int) -> list[list[int]]:

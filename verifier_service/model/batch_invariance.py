@@ -7,12 +7,10 @@ logits, so that tokens are the same with drafts and without, alone and among oth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from outrider.verifier_service.cpu.kernels import load_kernels
-from outrider.verifier_service.model.decoder import Decoder, Experts
+from outrider.verifier_service.model.decoder import Decoder, Experts, OffloadedExperts
 from outrider.verifier_service.model.packed_linear import Int8Linear, PackedLinear, PlainLinear
 
 if TYPE_CHECKING:
@@ -25,15 +23,12 @@ def batch_dependent(model: PackedModel, num_ranks: int = 1) -> tuple[str, ...]:
     """Return the parts of a model, as an operator may read them, whose numbers may depend on the batch; none: ()."""
     if model.device.type != "cpu":
         return ("products on a GPU",)
+    kinds = {type(module) for module in model.modules()} if isinstance(model, Decoder) else set()
     found = {
         "torch's operators": load_kernels(model.dtype) is None,
         "the transformers library's layers": not isinstance(model, Decoder),
-        "linear layers by oneDNN": _has(model, (PackedLinear, PlainLinear, Int8Linear)),
-        "experts": _has(model, (Experts,)),
+        "linear layers by oneDNN": PackedLinear in kinds or PlainLinear in kinds or Int8Linear in kinds,
+        "experts": Experts in kinds or OffloadedExperts in kinds,
         f"sums over {num_ranks} ranks": num_ranks > MAX_ORDERLESS_RANKS,
     }
     return tuple(part for part, is_there in found.items() if is_there)
-
-
-def _has(model: Any, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return isinstance(model, Decoder) and any(isinstance(module, kinds) for module in model.modules())

@@ -131,8 +131,13 @@ def added_and_normed(
     """Return hidden + scale * update and its norm, [num_tokens, hidden_size] each. Not in place: taps keep `hidden`."""
     if isinstance(norm, Norm) and (kernels := gpu.kernels_of(hidden)) is not None:
         return kernels.add_and_norm(hidden, update, scale, norm.wide, norm.eps)
-    total = torch.add(hidden, update, alpha=scale)
+    total = added(hidden, update, scale)
     return total, norm(total)
+
+
+def added(hidden: torch.Tensor, update: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return hidden + scale * update. By `torch.add` alone, bfloat16 is rounded once or twice, by its place."""
+    return hidden + (update if scale == 1.0 else update * scale)
 
 
 def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
@@ -204,11 +209,11 @@ class Experts(nn.Module):
         self,
         spec: ExpertsSpec,
         *,
-        router: torch.Tensor,  # [num_experts, hidden_size]
+        router: nn.Module,  # [num_experts, hidden_size]
         gate_up: torch.Tensor,  # [num_experts, hidden_size, 2 * inner_size]
         down: torch.Tensor,  # [num_experts, inner_size, hidden_size]
         shared: GatedMLP | None,
-        shared_gate: torch.Tensor | None,  # [1, hidden_size]
+        shared_gate: nn.Module | None,  # [1, hidden_size]
         activation: str,
         group: TensorParallelGroup,
     ) -> None:
@@ -225,7 +230,10 @@ class Experts(nn.Module):
         mixed = self._group.all_reduce((outputs * weights[..., None]).sum(dim=1))
         if self.shared is None or self.shared_gate is None:
             return mixed
-        return mixed + F.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
+        return mixed + self._sigmoid(self.shared_gate(rows)) * self.shared(rows)
+
+    def _sigmoid(self, gates: torch.Tensor) -> torch.Tensor:  # [num_tokens, 1]
+        return F.sigmoid(gates)
 
     def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return what each token's experts make of it: [num_tokens * num_active, hidden_size]."""
@@ -250,11 +258,31 @@ class Experts(nn.Module):
 
     def _route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts and their weights: [num_tokens, num_active] each."""
-        probs = F.linear(rows, self.router).softmax(dim=-1, dtype=torch.float32)
+        probs = self.router(rows).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = self.topk(probs)
         if self.spec.normalises:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return chosen, weights.to(rows.dtype)
+
+
+class SeparateExperts(Experts):
+    """A mixture on a CPU: each expert is two linear layers. In torch's grouped product a row depends on the others."""
+
+    gate_up: nn.ModuleList  # type: ignore[assignment]
+    down: nn.ModuleList  # type: ignore[assignment]
+
+    def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        experts = chosen.flatten()
+        outputs = rows.new_empty(len(experts), rows.shape[1])
+        for expert in experts.unique().tolist():
+            taken = (experts == expert).nonzero().flatten()
+            inner = gated(self.gate_up[expert](rows[taken // self.spec.num_active]), self._activation)
+            outputs[taken] = self.down[expert](inner)
+        return outputs
+
+    def _sigmoid(self, gates: torch.Tensor) -> torch.Tensor:
+        # torch's sigmoid computes the last numbers of a tensor in another way than the others
+        return F.pad(gates, (0, 1)).softmax(dim=-1)[:, :1]
 
 
 class OffloadedExperts(Experts):
@@ -267,7 +295,7 @@ class OffloadedExperts(Experts):
         """Take the arguments of `Experts`, which has weights of the cache by slot."""
         super().__init__(*parts, gate_up=cache.gate_up, down=cache.down, **options)
         self.cache = cache
-        self.following: tuple[torch.Tensor, ExpertCache] | None = None  # router and cache of the next mixture layer
+        self.following: tuple[nn.Module, ExpertCache] | None = None  # router and cache of the next mixture layer
 
     def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         counted = [chosen]
@@ -312,7 +340,7 @@ class DecoderLayer(nn.Module):
         """Map [num_tokens, hidden_size] to the same shape."""
         attended = self.attention(self.before_attention(hidden), turn, attend)
         hidden, normed = added_and_normed(hidden, self.after_attention(attended), self._scale, self.before_mlp)
-        return torch.add(hidden, self.after_mlp(self.mlp(normed)), alpha=self._scale)
+        return added(hidden, self.after_mlp(self.mlp(normed)), self._scale)
 
 
 class Decoder(nn.Module):

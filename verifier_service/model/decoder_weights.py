@@ -25,10 +25,11 @@ from outrider.verifier_service.model.decoder import (
     HeadNorm,
     Norm,
     OffloadedExperts,
+    SeparateExperts,
     head_order,
 )
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec, QueryKeyNorm
-from outrider.verifier_service.model.packed_linear import make_linear
+from outrider.verifier_service.model.packed_linear import has_panels, make_linear
 from outrider.verifier_service.model.tensor_parallel import (
     TensorParallelGroup,
     VocabParallelEmbedding,
@@ -242,16 +243,23 @@ class _DecoderLoader:
         shared = shared_gate = None
         if experts.shared_inner_size:
             shared = self._mlp(f"{prefix}shared_expert.", experts.shared_inner_size)
-            shared_gate = self._place(self._reader.read(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size)))
-        router = self._place(self._reader.read(f"{prefix}gate.weight", (count, spec.hidden_size)))
+            shared_gate = self._score(f"{prefix}shared_expert_gate", 1)
+        router = self._score(f"{prefix}gate", count)
         rest: dict[str, Any] = {"router": router, "shared": shared, "shared_gate": shared_gate, "group": self._group}
         rest["activation"] = spec.activation
         if self._num_cached is not None and self._copier is not None:
             hosted = gate_up.to(self._dtype), down.to(self._dtype)
             cache = ExpertCache(*hosted, self._num_cached, self._device, self._copier, self._fetches)
             return OffloadedExperts(experts, cache=cache, **rest)
-        placed = [self._place(weights).transpose(1, 2) for weights in (gate_up, down)]
-        return Experts(experts, gate_up=placed[0], down=placed[1], **rest)
+        placed = [self._place(weights) for weights in (gate_up, down)]
+        if has_panels(placed[0][0]) and has_panels(placed[1][0]):
+            lists = [nn.ModuleList(make_linear(weight) for weight in weights) for weights in placed]
+            return SeparateExperts(experts, gate_up=lists[0], down=lists[1], **rest)
+        return Experts(experts, gate_up=placed[0].transpose(1, 2), down=placed[1].transpose(1, 2), **rest)
+
+    def _score(self, name: str, count: int) -> nn.Module:
+        """Return what gives each token `count` scores."""
+        return make_linear(self._place(self._reader.read(f"{name}.weight", (count, self._spec.hidden_size))))
 
     # --- shared by all of them ---
 

@@ -18,7 +18,6 @@ from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.drafter_service.target.tidar_drafter import BLOCK_KEY, TidarDrafter, parse_blocks
-from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.engine import factory
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
@@ -41,6 +40,7 @@ from outrider.verifier_service.scheduling.masks import MaskBlocks, PlacedMasks
 from tiny.markov_target import count_transitions, make_target, transition_p_value
 from tiny.models import full_logits, make_checkpoint, random_sequences
 from tiny.played_graphs import played_backend
+from tiny.without_kernels import without_kernels
 
 MASK, LENGTH = 3, 3
 BLOCKS = MaskBlocks(token_id=MASK, length=LENGTH)
@@ -162,8 +162,8 @@ def block_logits(model: PreTrainedModel, before: Sequence[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([[*before, *[MASK] * LENGTH]]), attention_mask=bias).logits[0, -LENGTH:]
 
 
-def test_masks_are_captured_like_any_tree(target: Target, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(kernels.VARIABLE, "0")  # as on an accelerator: torch's operators alone
+@without_kernels()
+def test_masks_are_captured_like_any_tree(target: Target):
     plain = run(target.engine(None), requests_of())
     folder = Path(target.spec.model.path)
     captured = Target.of(folder, target.model, played_backend(), num_kv_blocks=96)

@@ -27,6 +27,7 @@ from outrider.verifier_service.model.weights import StateDictSource, WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from tiny.mixtures import skewed_mixture
 from tiny.models import make_checkpoint, random_sequences, scattered_batches
+from tiny.without_kernels import without_kernels
 
 NUM_EXPERTS, NUM_ACTIVE = 16, 2
 HELD = (1, 3, 12, 99)  # fewer than one token takes, than a step takes, than there are; all
@@ -34,10 +35,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def as_on_a_device() -> Iterator[None]:
+    """One thread, and torch's operators: experts lie in host memory for an accelerator, whose products are grouped."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with without_kernels():
+        yield
     torch.set_num_threads(threads)
 
 

@@ -30,6 +30,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import TINY_ARCHITECTURES, make_model
 from tiny.triton_kernels import interpreted
+from tiny.without_kernels import without_kernels
 
 TOKEN_IDS = [5, 9, 200, 17, 3, 3, 44, 128, 7, 90, 11, 250]
 BLOCK_SIZE = 4
@@ -124,17 +125,13 @@ def fake_step(model: Decoder, mode: FakeTensorMode) -> torch.Tensor:
 
 
 @pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on an accelerator: torch's operators alone, which know the shapes of tensors without memory."""
-    monkeypatch.setenv(cpu.VARIABLE, "0")
-    for cached in (cpu.load_kernels, cpu._library):
-        cached.cache_clear()
-    yield
-    for cached in (cpu.load_kernels, cpu._library):
-        cached.cache_clear()
+def as_on_an_accelerator() -> Iterator[None]:
+    """Torch's operators know the shapes of tensors without memory."""
+    with without_kernels():
+        yield
 
 
-@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.usefixtures("as_on_an_accelerator")
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_no_shape_depends_on_a_value_and_nothing_is_read_back(name: str) -> None:
     model = decoder_of(make_model(name), torch.bfloat16)  # in float32 grouped products have no shape function
@@ -142,7 +139,7 @@ def test_no_shape_depends_on_a_value_and_nothing_is_read_back(name: str) -> None
         assert fake_step(model, mode).shape == (3, model.spec.vocab_size)
 
 
-@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.usefixtures("as_on_an_accelerator")
 @pytest.mark.parametrize("reads", [lambda hidden: hidden[0, 0].item(), lambda hidden: hidden.nonzero()])
 def test_a_model_that_reads_back_is_found_out(reads) -> None:
     model = decoder_of(make_model())

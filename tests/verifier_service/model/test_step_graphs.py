@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -40,6 +39,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import VOCAB_SIZE, make_model
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend, without_host
+from tiny.without_kernels import without_kernels
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
 WIDTH = 64  # blocks of the widest table
@@ -50,9 +50,9 @@ MASKS, MASK_ENDS = [-1, 0, -1, 2, 0, 4, 1, 6], [1, 2, 4, 4, 6, 6, 8, 8]
 
 
 @pytest.fixture(autouse=True)
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: torch's operators alone."""
-    monkeypatch.setenv(kernels.VARIABLE, "0")
+def as_on_an_accelerator() -> Iterator[None]:
+    with without_kernels():
+        yield
 
 
 def tiny_decoder(name: str = "llama", num_layers: int = 2, device: torch.device = CPU) -> Decoder:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.messages.engine import (
     WEIGHT_CHANGES,
     DestroyWeightsGroup,
@@ -36,6 +35,7 @@ from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scatte
 from tiny.played_graphs import played_backend
 from tiny.refits import Trainer, perturb, tensors_of, trainer, write_two
 from tiny.two_ranks import Pair, two_ranks
+from tiny.without_kernels import without_kernels
 
 NUM_BLOCKS, BLOCK_SIZE = 48, 4
 SEQUENCES = random_sequences((33, 14))
@@ -112,9 +112,9 @@ def test_a_folder_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(logits_of(runner), logits)
 
 
-def test_captured_steps_stay_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@without_kernels()
+def test_captured_steps_stay_valid(tmp_path: Path) -> None:
     """A replay reads the addresses that it was captured with, which a played one checks."""
-    monkeypatch.setenv(kernels.VARIABLE, "0")
     old, new = write_two(tmp_path)
     runner = runner_of(old, backend=played_backend())
     before, wanted = logits_of(runner), logits_of(runner_of(new, backend=played_backend()))
