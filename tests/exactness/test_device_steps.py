@@ -31,6 +31,7 @@ from exactness.small_engines import (
     perturbed_copy,
 )
 from fakes.scripted import ScriptedTarget, triple_law
+from fakes.without_kernels import without_kernels
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -38,7 +39,6 @@ from outrider.verifier_service.sampling import sampler
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 from tiny.models import random_sequences
 from tiny.played_graphs import played_backend
-from tiny.without_kernels import without_kernels
 
 ASYNC = {"kind": PipelinedEngine}
 NUM_CORRECTED_DRAWS = 2_500

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.without_kernels import without_kernels
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -40,7 +41,6 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import VOCAB_SIZE, make_model
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend, without_host
-from tiny.without_kernels import without_kernels
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
 WIDTH = 64  # blocks of the widest table

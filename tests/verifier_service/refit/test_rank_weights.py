@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fakes.without_kernels import without_kernels
 from outrider.verifier_service.messages.engine import (
     WEIGHT_CHANGES,
     DestroyWeightsGroup,
@@ -35,7 +36,6 @@ from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scatte
 from tiny.played_graphs import played_backend
 from tiny.refits import Trainer, perturb, tensors_of, trainer, write_two
 from tiny.two_ranks import Pair, two_ranks
-from tiny.without_kernels import without_kernels
 
 NUM_BLOCKS, BLOCK_SIZE = 48, 4
 SEQUENCES = random_sequences((33, 14))
