@@ -31,13 +31,12 @@ from exactness.small_engines import (
     perturbed_copy,
 )
 from fakes.scripted import ScriptedTarget, triple_law
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.sampling import sampler
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
-from tiny.models import random_sequences
+from tiny.models import random_sequences, without_kernels
 from tiny.played_graphs import played_backend
 
 ASYNC = {"kind": PipelinedEngine}

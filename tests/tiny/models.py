@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 
 VOCAB_SIZE = 256
@@ -182,3 +185,18 @@ def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
     """Return rms(expected - got) / rms(expected - mean(expected)), over all rows."""
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     return ((expected - got).square().mean().sqrt() / spread.clamp_min(1e-12)).item()
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Have what is loaded within find no kernels of ours, as on an accelerator; what was loaded before keeps its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernels.VARIABLE, "0")
+        _forget_kernels()
+        yield
+    _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    kernels.load_kernels.cache_clear()
+    kernels._library.cache_clear()

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from exactness.drafter_runs import ALPHA, LAW_PROMPT, law_requests
-from fakes.without_kernels import without_kernels
 from outrider.cluster.offline.engine import NoDrafters
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
@@ -39,7 +38,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.masks import MaskBlocks, PlacedMasks
 from tiny.markov_target import count_transitions, make_target, transition_p_value
-from tiny.models import full_logits, make_checkpoint, random_sequences
+from tiny.models import full_logits, make_checkpoint, random_sequences, without_kernels
 from tiny.played_graphs import played_backend
 
 MASK, LENGTH = 3, 3

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, generate, make_engine
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
@@ -27,7 +26,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from tiny.mixtures import skewed_mixture
-from tiny.models import make_checkpoint, random_sequences, scattered_batches
+from tiny.models import make_checkpoint, random_sequences, scattered_batches, without_kernels
 
 NUM_EXPERTS, NUM_ACTIVE = 16, 2
 HELD = (1, 3, 12, 99)  # fewer than one token takes, than a step takes, than there are; all

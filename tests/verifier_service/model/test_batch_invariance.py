@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.model.batch_invariance import batch_dependent
 from outrider.verifier_service.model.decoder import Decoder
@@ -15,7 +14,7 @@ from outrider.verifier_service.model.library_model import LibraryModel
 from outrider.verifier_service.model.packed_linear import PlainLinear
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
-from tiny.models import make_model
+from tiny.models import make_model, without_kernels
 
 SHARDED = "sums over 3 ranks"
 

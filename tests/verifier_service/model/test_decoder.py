@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.cpu import kernels as cpu
 from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.gpu.rows import RowKernels
@@ -29,7 +28,7 @@ from outrider.verifier_service.model.runner import PackedModel, forward_packed
 from outrider.verifier_service.model.start_check import require_equal_logits
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
-from tiny.models import TINY_ARCHITECTURES, make_model
+from tiny.models import TINY_ARCHITECTURES, make_model, without_kernels
 from tiny.triton_kernels import interpreted
 
 TOKEN_IDS = [5, 9, 200, 17, 3, 3, 44, 128, 7, 90, 11, 250]

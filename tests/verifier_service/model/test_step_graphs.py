@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -39,7 +38,7 @@ from outrider.verifier_service.model.step_graphs import (
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
-from tiny.models import VOCAB_SIZE, make_model
+from tiny.models import VOCAB_SIZE, make_model, without_kernels
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend, without_host
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fakes.without_kernels import without_kernels
 from outrider.verifier_service.messages.engine import (
     WEIGHT_CHANGES,
     DestroyWeightsGroup,
@@ -32,7 +31,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import Shard, StateDictSource, WeightError
 from outrider.verifier_service.refit import model_weights
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError, RankWeights
-from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scattered_batches
+from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scattered_batches, without_kernels
 from tiny.played_graphs import played_backend
 from tiny.refits import Trainer, perturb, tensors_of, trainer, write_two
 from tiny.two_ranks import Pair, two_ranks
