@@ -189,7 +189,7 @@ def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Have what is loaded within find no kernels of ours, as on an accelerator; what was loaded before keeps its own."""
+    """Have what is loaded within find no kernels, as on an accelerator; what was loaded before keeps its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(kernels.VARIABLE, "0")
         _forget_kernels()
