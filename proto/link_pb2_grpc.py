@@ -145,7 +145,7 @@ class DrafterLink(object):
 
 
 class VerifierLinkStub(object):
-    """Served by every verifier; one call per request, cancelled by the gateway to stop it.
+    """Served by every verifier.
     """
 
     def __init__(self, channel):
@@ -154,8 +154,8 @@ class VerifierLinkStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/outrider.link.v1.VerifierLink/Generate',
+        self.Serve = channel.stream_stream(
+                '/outrider.link.v1.VerifierLink/Serve',
                 request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
                 response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                 _registered_method=True)
@@ -172,11 +172,12 @@ class VerifierLinkStub(object):
 
 
 class VerifierLinkServicer(object):
-    """Served by every verifier; one call per request, cancelled by the gateway to stop it.
+    """Served by every verifier.
     """
 
-    def Generate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def Serve(self, request_iterator, context):
+        """One stream per (gateway, verifier) pair, opened by the gateway: requests up, the outputs of each step down.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -198,8 +199,8 @@ class VerifierLinkServicer(object):
 
 def add_VerifierLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
                     request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
                     response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             ),
@@ -222,11 +223,11 @@ def add_VerifierLinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierLink(object):
-    """Served by every verifier; one call per request, cancelled by the gateway to stop it.
+    """Served by every verifier.
     """
 
     @staticmethod
-    def Generate(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -236,10 +237,10 @@ class VerifierLink(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/outrider.link.v1.VerifierLink/Generate',
+            '/outrider.link.v1.VerifierLink/Serve',
             outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
             outrider_dot_proto_dot_link__pb2.Frame.FromString,
             options,

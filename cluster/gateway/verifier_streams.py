@@ -1,4 +1,4 @@
-"""Requests' streams from verifiers: one gRPC call each, over one channel per verifier."""
+"""Requests' streams from verifiers: all of one verifier come over one gRPC stream, a step's outputs in one message."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import AsyncGenerator, Callable
 
 import grpc
 
-from outrider.cluster.common.errors import InvalidRequest, RequestFailed
-from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
-from outrider.verifier_service.messages.link import ACCEPTED
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import WireError, decode, encode
+from outrider.verifier_service.links.outbox import Outbox
+from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.link import payloads_of
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.requests_link import TO_GATEWAY, Accepted, Refused, StepOutputs
+from outrider.verifier_service.messages.wire import WireError, decode
 
 ACCEPT_TIMEOUT_S = 5.0  # a verifier that has not acknowledged the request by then is lost
-# status of a stream whose verifier ended; any other status is about the request
-LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class VerifierLost(Exception):
@@ -28,13 +29,67 @@ class VerifierLost(Exception):
         self.was_accepted = was_accepted  # the engine had the request
 
 
-class _Peer:
-    """A verifier's channel, shared by its streams; the last stream closes it once the verifier is lost."""
+_News = Accepted | Refused | RequestOutput
 
-    def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
-        self.channel = open_channel(endpoint, credentials)
-        self.stub = link_pb2_grpc.VerifierLinkStub(self.channel)
-        self.num_streams = 0
+
+class _Link:
+    """The stream to one verifier, which all requests there share. It ends when it is closed, or with the verifier."""
+
+    def __init__(self, endpoint: str, credentials: LinkCredentials | None, gateway_id: str) -> None:
+        self._channel = open_channel(endpoint, credentials)
+        self._outbox = Outbox(gateway_id)
+        self._call = link_pb2_grpc.VerifierLinkStub(self._channel).Serve(self._outbox.frames())
+        self._queues: dict[str, asyncio.Queue[_News]] = {}
+        self._end_reason: str | None = None
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._queues)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end_reason is not None
+
+    def begin(self, message: GenerationRequest) -> asyncio.Queue[_News]:
+        """Send a request; return the queue of what the verifier says of it."""
+        queue = self._queues[message.request_id] = asyncio.Queue()
+        self._outbox.put(message)
+        return queue
+
+    def end(self, request_id: str, *, is_over: bool) -> None:
+        """Hear no more of a request; one that is not over is cancelled."""
+        del self._queues[request_id]
+        if not is_over:
+            self._outbox.put(Cancel(request_id=request_id))
+
+    async def _read(self) -> None:
+        """Deliver what comes, until the stream ends: then all requests are lost."""
+        reason = "it ended the stream"
+        try:
+            async for frame in self._call:
+                for payload in payloads_of(frame):
+                    self._deliver(decode(payload, TO_GATEWAY))
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except WireError as error:
+            reason = str(error)
+        finally:
+            self._end_reason = reason
+            self._call.cancel()
+            for request_id, queue in self._queues.items():
+                queue.put_nowait(Refused(request_id=request_id, error=reason, is_lost=True))
+
+    def _deliver(self, message: Accepted | Refused | StepOutputs) -> None:
+        """Queue news for their requests; those of requests that were cancelled are dropped."""
+        for news in message.outputs if isinstance(message, StepOutputs) else (message,):
+            if (queue := self._queues.get(news.request_id)) is not None:
+                queue.put_nowait(news)
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        await self._channel.close()
 
 
 class VerifierStreams:
@@ -45,66 +100,67 @@ class VerifierStreams:
         self._gateway_id = gateway_id
         self._credentials = credentials
         self._has_left = has_left
-        self._peers: dict[str, _Peer] = {}
+        self._links: dict[str, _Link] = {}
 
     async def stream(
         self, verifier_id: str, endpoint: str, message: GenerationRequest
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from one verifier; raises `VerifierLost`, or the error of its gRPC status."""
-        if endpoint not in self._peers:
-            self._peers[endpoint] = _Peer(endpoint, self._credentials)
-        peer = self._peers[endpoint]
-        call = peer.stub.Generate(link_pb2.Frame(sender=self._gateway_id, payload=encode(message)))
-        peer.num_streams += 1
-        was_accepted = False
-        answers = aiter(call)
+        """Stream one request from one verifier; raises `VerifierLost`, or the error that it answers."""
+        link = self._link_to(endpoint)
+        queue = link.begin(message)
+        was_accepted = is_over = False
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                first = await anext(answers, None)
-            was_accepted = first is not None and first.payload == ACCEPTED
-            if not was_accepted:
-                raise VerifierLost(verifier_id, "it did not say that it has the request", was_accepted=False)
-            async for answer in answers:
-                yield decode(answer.payload, (RequestOutput,))
-            reason = "it ended the stream without a finish reason"
-            raise VerifierLost(verifier_id, reason, was_accepted=was_accepted)
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in LOSS_CODES:
-                raise _error_of(error) from error
-            self._drop_peer(endpoint, peer)
-            raise VerifierLost(verifier_id, str(error.details()), was_accepted=was_accepted) from error
+                news = await queue.get()
+            while not isinstance(news, Refused):
+                if isinstance(news, Accepted):
+                    was_accepted = True
+                elif news.finish_reason is FinishReason.ERROR:
+                    news = Refused(request_id=news.request_id, error=news.error or "the verifier refused the request")
+                    break
+                else:
+                    is_over = news.finish_reason is not None
+                    yield news
+                    if is_over:
+                        return
+                news = await queue.get()
+            assert isinstance(news, Refused)
+            is_over = True
+            if not news.is_lost:
+                raise InvalidRequest(news.error)
+            raise VerifierLost(verifier_id, news.error, was_accepted=was_accepted)
         except TimeoutError as error:
-            self._drop_peer(endpoint, peer)
+            self._drop(endpoint, link)
             reason = f"no answer within {ACCEPT_TIMEOUT_S:g} s"
             raise VerifierLost(verifier_id, reason, was_accepted=False) from error
-        except WireError as error:
-            raise VerifierLost(verifier_id, str(error), was_accepted=was_accepted) from error
         finally:
-            call.cancel()
-            peer.num_streams -= 1
-            if peer.num_streams == 0 and self._peers.get(endpoint) is not peer:
-                await peer.channel.close()
+            link.end(message.request_id, is_over=is_over)
+            if link.num_requests == 0 and self._links.get(endpoint) is not link:
+                await link.close()
             await self._close_unused()
 
-    def _drop_peer(self, endpoint: str, lost: _Peer) -> None:
-        """Drop a lost verifier's channel: the next stream opens a new one."""
-        if self._peers.get(endpoint) is lost:
-            del self._peers[endpoint]
+    def _link_to(self, endpoint: str) -> _Link:
+        link = self._links.get(endpoint)
+        if link is None or link.has_ended:
+            link = self._links[endpoint] = _Link(endpoint, self._credentials, self._gateway_id)
+        return link
+
+    def _drop(self, endpoint: str, lost: _Link) -> None:
+        """Drop the link to a verifier that does not answer: the next request opens a new one."""
+        if self._links.get(endpoint) is lost:
+            del self._links[endpoint]
 
     async def _close_unused(self) -> None:
-        """Close channels without streams whose verifiers have left the fleet."""
+        """Close links without requests that have ended, or whose verifiers have left the fleet."""
         unused = [
-            endpoint for endpoint, peer in self._peers.items() if peer.num_streams == 0 and self._has_left(endpoint)
+            endpoint
+            for endpoint, link in self._links.items()
+            if link.num_requests == 0 and (link.has_ended or self._has_left(endpoint))
         ]
-        for peer in [self._peers.pop(endpoint) for endpoint in unused]:
-            await peer.channel.close()
+        for link in [self._links.pop(endpoint) for endpoint in unused]:
+            await link.close()
 
     async def close(self) -> None:
-        for peer in list(self._peers.values()):
-            await peer.channel.close()
+        for link in list(self._links.values()):
+            await link.close()
 
-
-def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequest(error.details() or "the verifier refused the request")
-    return RequestFailed(f"{error.code().name}: {error.details()}")

@@ -141,7 +141,7 @@ class EngineThread:
 
     def _take(self, update: EngineUpdate) -> None:
         self.load = update.load or self.load
-        self._on_outputs(update.outputs)
+        self._on_outputs([output.opened() for output in update.outputs])
         for result in update.results:
             with self._lock:
                 answer = self._calls.pop(result.call_id)

@@ -20,6 +20,7 @@ from outrider.verifier_service.messages.engine import (
     Cancel,
     ControlResult,
     EngineUpdate,
+    Published,
     RequestLoad,
     read_frame,
 )
@@ -132,7 +133,7 @@ class VllmLoop:
         self._ended.set()
 
     def _publish(self, output: RequestOutput) -> None:
-        self._send(EngineUpdate(outputs=(output,)))
+        self._send(EngineUpdate(outputs=(Published.of(output),)))
 
     def _send(self, update: EngineUpdate) -> None:
         self._writer.write(encode(update))

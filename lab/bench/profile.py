@@ -145,7 +145,7 @@ def measure(offline: OfflineEngine, concurrency: int, *, num_steps: int, clock: 
 
 def _decode(offline: OfflineEngine, concurrency: int, num_steps: int, phases: PhaseClock) -> PhaseClock:
     from outrider.verifier_service.engine.loop import update_frames
-    from outrider.verifier_service.messages.engine import EngineUpdate
+    from outrider.verifier_service.messages.engine import EngineUpdate, Published
 
     engine = offline.engine
     engine.on_phase = phases.end
@@ -159,7 +159,7 @@ def _decode(offline: OfflineEngine, concurrency: int, num_steps: int, phases: Ph
         phases.begin()
         outputs = engine.step()
         if outputs:
-            list(update_frames(EngineUpdate(outputs=tuple(outputs))))
+            list(update_frames(EngineUpdate(outputs=tuple(map(Published.of, outputs)))))
             phases.end("publish")
         is_decoding = all(request.is_decoding for request in engine.requests.values())
         if is_warm or not is_decoding or not outputs:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -27,8 +28,8 @@ from outrider.cluster.router.fleet import (
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.messages.engine import Cancel
-from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
+from outrider.verifier_service.messages.engine import Cancel, Published
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
 from outrider.verifier_service.messages.request import (
     DisabledReason,
     FinishReason,
@@ -37,6 +38,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
+from outrider.verifier_service.messages.requests_link import FROM_GATEWAY, Accepted, Refused, StepOutputs
 from outrider.verifier_service.messages.wire import decode, encode
 
 HANGS = object()
@@ -45,7 +47,7 @@ MODEL = ModelInfo(name="m", max_model_len=64, vocab_size=97, eos_token_ids=(96,)
 REQUEST = GenerationRequest(
     request_id="mine", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(seed=4, num_speculative_tokens=2)
 )
-End = FinishReason | grpc.StatusCode | object
+End = FinishReason | grpc.StatusCode | object  # INVALID_ARGUMENT refuses the request; other statuses end the stream
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -123,42 +125,83 @@ def snapshot_of(*verifier_ids: str, age_s: float = 0.0, **report: Any) -> FleetS
 # --- verifiers ---
 
 
-class ScriptedVerifier(link_pb2_grpc.VerifierLinkServicer):
-    """A verifier that streams the outputs of a script, then ends as it says. A step is its tokens or an output."""
+class PlayedVerifier(link_pb2_grpc.VerifierLinkServicer):
+    """A verifier that answers each request by itself, over its gateway's stream."""
 
-    def __init__(self, script: Sequence[Any], *, end: End = FinishReason.STOP, accepts: bool = True) -> None:
-        self.script, self.end, self.accepts = script, end, accepts
+    def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
         self.senders: list[str] = []
         self.cancelled: list[str] = []
 
-    async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-        request = decode(frame.payload, (GenerationRequest,))
-        self.requests.append(request)
-        self.senders.append(frame.sender)
+    def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        """Yield messages, or bytes of one; a status, or None, ends the stream."""
+        raise NotImplementedError
+
+    async def Serve(
+        self, frames: AsyncIterator[link_pb2.Frame], context: Any
+    ) -> AsyncIterator[link_pb2.Frame]:
+        said: asyncio.Queue[Any] = asyncio.Queue()
+        tasks: dict[str, asyncio.Task[None]] = {}
+        hearing = asyncio.create_task(self._hear(frames, said, tasks))
         try:
-            if self.accepts:
-                yield link_pb2.Frame(payload=ACCEPTED)
-            for index, step in enumerate(self.script, start=1):
-                is_last = index == len(self.script) and isinstance(self.end, FinishReason)
-                yield link_pb2.Frame(payload=self._payload(request, step, self.end if is_last else None))
-            if isinstance(self.end, grpc.StatusCode):
-                await context.abort(self.end, "said so")
-            if self.end is HANGS:
-                await asyncio.get_running_loop().create_future()
+            while (message := await said.get()) is not None:
+                if isinstance(message, grpc.StatusCode):
+                    await context.abort(message, "said so")
+                yield link_pb2.Frame(payload=message if isinstance(message, bytes) else encode(message))
+        finally:
+            for task in (hearing, *tasks.values()):
+                task.cancel()
+
+    async def _hear(
+        self, frames: AsyncIterator[link_pb2.Frame], said: asyncio.Queue[Any], tasks: dict[str, asyncio.Task[None]]
+    ) -> None:
+        async for frame in frames:
+            for payload in payloads_of(frame):
+                message = decode(payload, FROM_GATEWAY)
+                if isinstance(message, Cancel):
+                    tasks.pop(message.request_id).cancel()
+                    continue
+                self.requests.append(message)
+                self.senders.append(frame.sender)
+                tasks[message.request_id] = asyncio.create_task(self._play(message, said))
+
+    async def _play(self, request: GenerationRequest, said: asyncio.Queue[Any]) -> None:
+        try:
+            async with contextlib.aclosing(self.answer(request)) as messages:
+                async for message in messages:
+                    said.put_nowait(StepOutputs(outputs=(message,)) if isinstance(message, RequestOutput) else message)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
 
-    def _payload(self, request: GenerationRequest, step: Any, finish_reason: Any) -> bytes:
+
+class ScriptedVerifier(PlayedVerifier):
+    """A verifier that streams the outputs of a script, then ends as it says. A step is its tokens or an output."""
+
+    def __init__(self, script: Sequence[Any], *, end: End = FinishReason.STOP, accepts: bool = True) -> None:
+        super().__init__()
+        self.script, self.end, self.accepts = script, end, accepts
+
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        if self.accepts:
+            yield Accepted(request_id=request.request_id)
+        for index, step in enumerate(self.script, start=1):
+            is_last = index == len(self.script) and isinstance(self.end, FinishReason)
+            yield self._output(request, step, self.end if is_last else None)
+        if self.end is HANGS:
+            await asyncio.get_running_loop().create_future()
+        if self.end is grpc.StatusCode.INVALID_ARGUMENT:
+            yield Refused(request_id=request.request_id, error="said so")
+        elif self.end is None or isinstance(self.end, grpc.StatusCode):
+            yield self.end
+
+    def _output(self, request: GenerationRequest, step: Any, finish_reason: Any) -> RequestOutput | bytes:
         if isinstance(step, bytes):
             return step
         if isinstance(step, RequestOutput):
-            return encode(step)
-        return encode(
-            RequestOutput(
-                request_id=request.request_id, token_ids=step, num_cached_tokens=2, finish_reason=finish_reason
-            )
+            return dataclasses.replace(step, request_id=request.request_id)
+        return RequestOutput(
+            request_id=request.request_id, token_ids=step, num_cached_tokens=2, finish_reason=finish_reason
         )
 
 
@@ -183,7 +226,7 @@ class EngineVerifier(VerifierLinkServicer):
         request = decode(message, (GenerationRequest,))
         self.requests.append(request)
         if (failure := self._bench.engine.add(request)) is not None:
-            self.table.deliver([failure])
+            self._publish([failure])
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._run())
 
@@ -194,7 +237,7 @@ class EngineVerifier(VerifierLinkServicer):
             await asyncio.sleep(0)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        self.table.deliver(outputs)
+        self.table.deliver(map(Published.of, outputs))
         if self._num_left is not None:
             self._num_left -= sum(len(output.token_ids) for output in outputs)
             if self._num_left <= 0:

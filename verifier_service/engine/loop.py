@@ -36,6 +36,7 @@ from outrider.verifier_service.messages.engine import (
     PauseMode,
     PeerState,
     PeerWeights,
+    Published,
     Relay,
     RequestLoad,
     SetPlans,
@@ -224,7 +225,7 @@ class EngineLoop:
         outputs = (*self._failures, *self._unpublished)
         self._failures, self._unpublished = [], []
         update = EngineUpdate(
-            outputs=outputs,
+            outputs=tuple(map(Published.of, outputs)),
             relays=self._drafts.take_outbox(),
             load=self._take_due_load(),
             results=self._control.take_results(),

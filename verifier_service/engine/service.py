@@ -1,9 +1,8 @@
-"""The verifier's gRPC service for gateways: one call per request; cancelling the call stops the request.
+"""The verifier's gRPC service for gateways: one stream for each, over which all of its requests go.
 
 Between requests a gateway calls what a trainer asks for.
 
-Only translates: a request's bytes pass to the engine unopened but for its id, outputs come back per request through a
-queue.
+Only translates: a request's bytes pass to the engine unopened but for its id, outputs pass to the gateway unopened.
 """
 
 from __future__ import annotations
@@ -13,72 +12,109 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import grpc
+import msgspec
 
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
 from outrider.verifier_service.links.handover_calls import HandoverCalls
-from outrider.verifier_service.messages.engine import Cancel
-from outrider.verifier_service.messages.link import ACCEPTED
-from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import encode, request_id_of
+from outrider.verifier_service.links.outbox import Outbox
+from outrider.verifier_service.messages.engine import Cancel, Published
+from outrider.verifier_service.messages.link import payloads_of, peek_type
+from outrider.verifier_service.messages.request import GenerationRequest
+from outrider.verifier_service.messages.requests_link import Accepted, Refused, StepOutputs
+from outrider.verifier_service.messages.wire import WireError, decode, request_id_of
 
 
-class EngineLostError(ConnectionError):
-    """The engine ended while requests were running; another verifier can continue them from the published tokens."""
+class GatewayStream:
+    """What one gateway is told, in order."""
+
+    def __init__(self) -> None:
+        self._outbox = Outbox()
+        self._step: list[msgspec.Raw] = []
+
+    def tell(self, message: Accepted | Refused) -> None:
+        self._outbox.put(message)
+
+    def add(self, output: msgspec.Raw) -> None:
+        """Add an output to the step's message."""
+        self._step.append(output)
+
+    def end_step(self) -> None:
+        """Send what was added."""
+        step, self._step = self._step, []
+        self._outbox.put(StepOutputs.unopened(step))
+
+    def frames(self) -> AsyncGenerator[link_pb2.Frame]:
+        """Yield what the gateway is sent, forever."""
+        return self._outbox.frames()
 
 
 class RequestTable:
-    """The requests of all open calls."""
+    """The requests of all gateways' streams."""
 
     def __init__(self, send: Callable[[bytes | Cancel], None]) -> None:
         """`send` hands the engine an encoded `GenerationRequest`, or what cancels one."""
         self._send = send
-        self._queues: dict[str, asyncio.Queue[RequestOutput | EngineLostError]] = {}
+        self._streams: dict[str, GatewayStream] = {}  # by request
 
     def __len__(self) -> int:
-        return len(self._queues)
+        return len(self._streams)
 
-    async def stream(self, request: bytes) -> AsyncGenerator[RequestOutput | None]:
-        """Yield None once the engine has the request, then its outputs; closing the generator early cancels it.
+    def take(self, stream: GatewayStream, payload: bytes) -> None:
+        """Take a gateway's message; whether the engine has a request, or why not, is told to its stream.
 
-        Raises `WireError` for what is no request, `ValueError` for an id that is running already, `ConnectionError`
-        when there is no engine. A request whose other fields are wrong the engine answers by the error.
+        Raises `WireError` for what is neither a request nor a `Cancel`. A request whose other fields are wrong the
+        engine answers by the error.
         """
-        request_id = request_id_of(request, GenerationRequest)
-        if request_id in self._queues:
-            raise ValueError(f"request_id: {request_id!r} is already running")
-        queue = self._queues[request_id] = asyncio.Queue()
-        is_finished = False
+        if peek_type(payload) == Cancel.__name__:
+            self._cancel(stream, decode(payload, (Cancel,)).request_id)
+            return
+        request_id = request_id_of(payload, GenerationRequest)
+        if request_id in self._streams:
+            stream.tell(Refused(request_id=request_id, error=f"request_id: {request_id!r} is already running"))
+            return
+        self._streams[request_id] = stream
         try:
-            self._send(request)
-            yield None
-            while not is_finished:
-                output = await queue.get()
-                if isinstance(output, EngineLostError):
-                    is_finished = True  # no engine is left to send Cancel to
-                    raise output
-                is_finished = output.finish_reason is not None
-                yield output
-        finally:
-            del self._queues[request_id]
-            if not is_finished:
-                with contextlib.suppress(ConnectionError):  # no engine, nothing to cancel in it
-                    self._send(Cancel(request_id=request_id))
+            self._send(payload)
+        except ConnectionError as error:
+            del self._streams[request_id]
+            stream.tell(Refused(request_id=request_id, error=str(error), is_lost=True))
+        else:
+            stream.tell(Accepted(request_id=request_id))
 
-    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Queue outputs for their calls; drop those of closed calls."""
+    def close(self, stream: GatewayStream) -> None:
+        """Cancel all requests of a stream that has ended."""
+        for request_id in [request_id for request_id, own in self._streams.items() if own is stream]:
+            self._cancel(stream, request_id)
+
+    def _cancel(self, stream: GatewayStream, request_id: str) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            with contextlib.suppress(ConnectionError):  # no engine, nothing to cancel in it
+                self._send(Cancel(request_id=request_id))
+
+    def deliver(self, outputs: Iterable[Published]) -> None:
+        """Send outputs to their gateways, one message for each; drop those of requests that were cancelled."""
+        told: dict[GatewayStream, None] = {}
         for output in outputs:
-            if (queue := self._queues.get(output.request_id)) is not None:
-                queue.put_nowait(output)
+            if (stream := self._streams.get(output.request_id)) is None:
+                continue
+            stream.add(output.packed)
+            told[stream] = None
+            if output.is_last:
+                del self._streams[output.request_id]
+        for stream in told:
+            stream.end_step()
 
     def fail(self, reason: str) -> None:
-        """Raise `EngineLostError` in every open call."""
-        for queue in self._queues.values():
-            queue.put_nowait(EngineLostError(reason))
+        """Tell all gateways that the engine was lost, and with it their requests."""
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            stream.tell(Refused(request_id=request_id, error=reason, is_lost=True))
 
 
 class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
-    """Serve `Generate` and `Control` to gateways, and `TakeKV` to other verifiers."""
+    """Serve `Serve` and `Control` to gateways, and `TakeKV` to other verifiers."""
 
     def __init__(self, table: RequestTable, control: ControlTable, handovers: HandoverCalls | None = None) -> None:
         """Without `handovers`, no KV is given: other verifiers' calls are not implemented."""
@@ -87,20 +123,29 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
     async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
         return await serve_control(self._control.call, frame, context)
 
-    async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
+    async def Serve(
+        self, frames: AsyncIterator[link_pb2.Frame], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[link_pb2.Frame]:
+        stream = GatewayStream()
+        hearing = asyncio.create_task(self._hear(stream, frames, context))
         try:
-            async with contextlib.aclosing(self._table.stream(frame.payload)) as outputs:
-                async for output in outputs:
-                    if output is None:
-                        yield link_pb2.Frame(payload=ACCEPTED)
-                        continue
-                    if output.finish_reason is FinishReason.ERROR:
-                        raise ValueError(output.error)
-                    yield link_pb2.Frame(payload=encode(output))
-        except ValueError as error:
+            async with contextlib.aclosing(stream.frames()) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            hearing.cancel()
+            self._table.close(stream)
+
+    async def _hear(
+        self, stream: GatewayStream, frames: AsyncIterator[link_pb2.Frame], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Take a gateway's messages until it ends its stream, which is then closed."""
+        try:
+            async for frame in frames:
+                for payload in payloads_of(frame):
+                    self._table.take(stream, payload)
+        except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except ConnectionError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def TakeKV(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
         if self._handovers is None:

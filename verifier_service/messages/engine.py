@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -20,7 +22,7 @@ from outrider.verifier_service.messages.handover import (
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
-from outrider.verifier_service.messages.wire import WireError, decode, request_id_of
+from outrider.verifier_service.messages.wire import WireError, decode, packed, request_id_of, unpacked
 
 NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
 
@@ -341,10 +343,29 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """An output on its way to its gateway, which alone opens it."""
+
+    request_id: str
+    is_last: bool
+    packed: msgspec.Raw
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Published:
+        is_last = output.finish_reason is not None
+        return cls(request_id=output.request_id, is_last=is_last, packed=packed(output))
+
+    def opened(self) -> RequestOutput:
+        """Return the output; raises `WireError`."""
+        output: RequestOutput = unpacked(self.packed, RequestOutput)
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUpdate:
     """Everything that one step produced."""
 
-    outputs: tuple[RequestOutput, ...] = ()
+    outputs: tuple[Published, ...] = ()
     relays: tuple[Relay, ...] = ()
     load: EngineLoad | None = None
     results: tuple[ControlResult, ...] = ()

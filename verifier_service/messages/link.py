@@ -120,10 +120,6 @@ class DrafterEndpoint:
 VERIFIER_MESSAGES = (Open, Seed, States, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; Pong is handled by the link
 
-# The first payload of a verifier's answer to a gateway, sent once its engine has the request. If the verifier dies
-# later, the request may be the cause. Not metadata: gRPC's asyncio client loses it if the status follows closely.
-ACCEPTED = b""
-
 # The shell relays a link's message to the engine in an envelope, with every default spelled out. The result must still
 # be a valid frame, or a peer could kill the engine with a message just below the limit.
 MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)

@@ -37,6 +37,16 @@ def encode(message: Any) -> bytes:
     return _encoder.encode((type(message).__name__, message))
 
 
+def packed(message: Any) -> msgspec.Raw:
+    """Pack a dataclass instance for a field of another message, which may pass it on unopened."""
+    return msgspec.Raw(_encoder.encode(message))
+
+
+def unpacked(raw: msgspec.Raw, message_type: type) -> Any:
+    """Unpack what `packed` made of a `message_type`, or raise `WireError`."""
+    return _opened(message_type.__name__, raw, _decoders((message_type,)))
+
+
 def decode(payload: bytes, message_types: Sequence[type]) -> Any:
     """Unpack one of `message_types`, or raise `WireError`. Unknown fields are ignored."""
     return _decoded(payload, _decoders(tuple(message_types)))
@@ -57,6 +67,10 @@ def _decoded(payload: bytes, decoders: Mapping[str, msgspec.msgpack.Decoder[Any]
         raise WireError(f"frame is no message: {error}") from error
     if name not in decoders:
         raise WireError(f"unexpected message type {name[:80]!r}; expected one of {sorted(decoders)}")
+    return _opened(name, fields, decoders)
+
+
+def _opened(name: str, fields: msgspec.Raw, decoders: Mapping[str, msgspec.msgpack.Decoder[Any]]) -> Any:
     try:
         return decoders[name].decode(fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

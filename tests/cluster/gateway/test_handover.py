@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
-from fakes.played_fleet import PLAN, REQUEST, Fleet, fleet_of, snapshot_of, tokens_of, until
-from outrider.cluster.common.errors import RequestFailed
+from fakes.played_fleet import PLAN, REQUEST, Fleet, PlayedVerifier, fleet_of, snapshot_of, tokens_of, until
+from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway import handover
 from outrider.cluster.gateway.handover import NotTaken
 from outrider.cluster.gateway.kv_transfer import KeptOutput, prompt_digest
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAnswer, RouteAsk
-from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.messages.handover import KVSource
-from outrider.verifier_service.messages.link import ACCEPTED
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -32,7 +30,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     TokenLogprobs,
 )
-from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.messages.requests_link import Accepted, Refused
 
 DIES, HANGS = object(), object()
 EOS = 96
@@ -55,35 +53,28 @@ def refused(error: str = "gone: it has ended") -> RequestOutput:
     return tokens(finish_reason=FinishReason.NOT_TAKEN, error=error)
 
 
-class Player(link_pb2_grpc.VerifierLinkServicer):
+class Player(PlayedVerifier):
     """A verifier that plays a script for each of its requests, in their order, the last one for all further ones.
 
     A step is an output; an event that it waits for; or its death, or silence for ever.
     """
 
     def __init__(self, *plays: Sequence[Any]) -> None:
+        super().__init__()
         self.plays = plays
-        self.requests: list[GenerationRequest] = []
-        self.cancelled: list[str] = []
 
-    async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-        request = decode(frame.payload, (GenerationRequest,))
-        play = self.plays[min(len(self.requests), len(self.plays) - 1)]
-        self.requests.append(request)
-        try:
-            yield link_pb2.Frame(payload=ACCEPTED)
-            for step in play:
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                elif step is DIES:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "said so")
-                elif step is HANGS:
-                    await asyncio.get_running_loop().create_future()
-                else:
-                    yield link_pb2.Frame(payload=encode(dataclasses.replace(step, request_id=request.request_id)))
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled.append(request.request_id)
-            raise
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        play = self.plays[min(len(self.requests), len(self.plays)) - 1]
+        yield Accepted(request_id=request.request_id)
+        for step in play:
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            elif step is DIES:
+                yield grpc.StatusCode.UNAVAILABLE
+            elif step is HANGS:
+                await asyncio.get_running_loop().create_future()
+            else:
+                yield dataclasses.replace(step, request_id=request.request_id)
 
 
 @contextlib.asynccontextmanager
@@ -261,14 +252,13 @@ async def test_a_client_that_leaves_ends_both_streams(giver: list[Any]):
 
 async def test_a_refused_request_is_the_clients_error_whichever_verifier_says_so():
     class Strict(Player):
-        async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-            self.requests.append(decode(frame.payload, (GenerationRequest,)))
-            yield link_pb2.Frame(payload=ACCEPTED)
-            await context.abort(grpc.StatusCode.INTERNAL, "said so")
+        async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+            yield Accepted(request_id=request.request_id)
+            yield Refused(request_id=request.request_id, error="said so")
 
     for players in ((Strict(), Player([HANGS])), (Player([held(5), HANGS]), Strict())):
         async with roles(*players) as fleet:
-            with pytest.raises(RequestFailed, match="said so"):
+            with pytest.raises(InvalidRequest, match="said so"):
                 await fleet.generate()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from fakes.played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
-from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
+from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient, affinity_key
@@ -26,15 +26,13 @@ from outrider.cluster.router.fleet import (
     RouteAsk,
     RouterPolicy,
 )
-from outrider.proto import link_pb2
-from outrider.verifier_service.messages.link import ACCEPTED
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
     RequestOutput,
     SpeculationPlan,
 )
-from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.messages.requests_link import Accepted, Refused
 
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
@@ -154,20 +152,12 @@ async def test_two_clients_may_choose_the_same_id():
     assert all(request.request_id.startswith("g/") for request in verifier.requests)
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.INTERNAL, RequestFailed),
-    ],
-)
-async def test_the_verifiers_status_becomes_an_error_after_the_outputs_before_it(code: Any, kind: type[Exception]):
-    async with backend_over(ScriptedVerifier([(1,), (2,)], end=code)) as (backend, _):
+async def test_a_refusal_becomes_an_error_after_the_outputs_before_it():
+    async with backend_over(ScriptedVerifier([(1,), (2,)], end=grpc.StatusCode.INVALID_ARGUMENT)) as (backend, _):
         stream = backend.generate(REQUEST)
         assert [(await anext(stream)).token_ids for _ in range(2)] == [(1,), (2,)]
-        with pytest.raises(kind, match="said so") as failure:
+        with pytest.raises(InvalidRequest, match="said so"):
             await anext(stream)
-    assert type(failure.value) is kind
 
 
 async def test_a_verifier_that_is_not_there_is_unavailable():
@@ -213,37 +203,36 @@ async def test_one_channel_serves_all_requests_to_a_verifier():
     async with backend_over(verifier) as (backend, _):
         for _ in range(3):
             await generate(backend)
-        assert len(backend._streams._peers) == 1
+        assert len(backend._streams._links) == 1
 
 
 async def test_the_channels_of_verifiers_that_have_left_are_closed():
     async with fleet_of(ScriptedVerifier([(1,)]), ScriptedVerifier([(1,)])) as fleet:
         first, second = fleet.router.endpoints.values()
         await fleet.generate()
-        channel = fleet.backend._streams._peers[first].channel
+        channel = fleet.backend._streams._links[first]._channel
         fleet.router.answer = assigned(second)
         await fleet.generate()
-        assert list(fleet.backend._streams._peers) == [first, second], "nobody knows that the first has left"
+        assert list(fleet.backend._streams._links) == [first, second], "nobody knows that the first has left"
         (state,) = snapshot_of("v1").verifiers
         state = dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=second))
         fleet.client.snapshot = dataclasses.replace(snapshot_of(), verifiers=(state,))
         await fleet.generate()
-        assert list(fleet.backend._streams._peers) == [second]
+        assert list(fleet.backend._streams._links) == [second]
         assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
     class Moody(ScriptedVerifier):
-        async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-            self.requests.append(decode(frame.payload, (GenerationRequest,)))
+        async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
             is_first = len(self.requests) == 1
             if is_first:
                 await go_on.wait()
             if is_first or not is_well.is_set():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
-            yield link_pb2.Frame(payload=ACCEPTED)
-            last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
-            yield link_pb2.Frame(payload=encode(last))
+                yield Refused(request_id=request.request_id, error="not this one", is_lost=True)
+                return
+            yield Accepted(request_id=request.request_id)
+            yield RequestOutput(request_id=request.request_id, token_ids=(9,), finish_reason=FinishReason.STOP)
 
     verifier, go_on, is_well = Moody([]), asyncio.Event(), asyncio.Event()
     async with backend_over(verifier) as (backend, router):
@@ -253,12 +242,12 @@ async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
             await generate(backend)
         is_well.set()
         await generate(backend)
-        (new,) = backend._streams._peers.values()
+        (new,) = backend._streams._links.values()
         router.answer = assigned("127.0.0.1:1")
         go_on.set()
         with pytest.raises(Unavailable):
             await old
-        assert new in backend._streams._peers.values()
+        assert new in backend._streams._links.values()
 
 
 async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_published():
@@ -298,14 +287,13 @@ async def test_a_new_request_outlasts_a_verifier_that_stops_before_the_router_kn
 
 async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
     class Moody(ScriptedVerifier):
-        async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-            self.requests.append(decode(frame.payload, (GenerationRequest,)))
+        async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
             if len(self.requests) > 1:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
-            yield link_pb2.Frame(payload=ACCEPTED)
+                yield Refused(request_id=request.request_id, error="not this one", is_lost=True)
+                return
+            yield Accepted(request_id=request.request_id)
             await go_on.wait()
-            last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
-            yield link_pb2.Frame(payload=encode(last))
+            yield RequestOutput(request_id=request.request_id, token_ids=(9,), finish_reason=FinishReason.STOP)
 
     verifier, go_on = Moody([]), asyncio.Event()
     async with backend_over(verifier) as (backend, _):
