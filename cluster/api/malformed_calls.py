@@ -42,9 +42,10 @@ class MalformedCallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(
                 wrap(handler.unary_stream), _reader(handler), handler.response_serializer
             )
-        if inspect.iscoroutinefunction(handler.stream_stream):
+        if handler.stream_stream is not None:
+            wrap = _streams if inspect.isasyncgenfunction(handler.stream_stream) else _both
             return grpc.stream_stream_rpc_method_handler(
-                _both(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+                wrap(handler.stream_stream), handler.request_deserializer, handler.response_serializer
             )
         return handler
 
@@ -84,6 +85,18 @@ def _both(behaviour: Callable[[Any, Context], Awaitable[None]]) -> Callable[[Any
         try:
             await behaviour(requests, context)
         except DecodeError as error:  # while the behaviour read a request
+            await _refuse(context, str(error))
+
+    return answer
+
+
+def _streams(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def answer(requests: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(behaviour(requests, context)) as responses:
+                async for response in responses:
+                    yield response
+        except DecodeError as error:
             await _refuse(context, str(error))
 
     return answer

@@ -26,7 +26,7 @@ from outrider.cluster.router.fleet import (
     VerifierState,
 )
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.engine.service import GatewayStream, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import Cancel, Published
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
@@ -38,7 +38,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.messages.requests_link import FROM_GATEWAY, Accepted, Refused, StepOutputs
+from outrider.verifier_service.messages.requests_link import FROM_GATEWAY, TO_GATEWAY, Accepted, Refused, StepOutputs
 from outrider.verifier_service.messages.wire import decode, encode
 
 HANGS = object()
@@ -137,9 +137,7 @@ class PlayedVerifier(link_pb2_grpc.VerifierLinkServicer):
         """Yield messages, or bytes of one; a status, or None, ends the stream."""
         raise NotImplementedError
 
-    async def Serve(
-        self, frames: AsyncIterator[link_pb2.Frame], context: Any
-    ) -> AsyncIterator[link_pb2.Frame]:
+    async def Serve(self, frames: AsyncIterator[link_pb2.Frame], context: Any) -> AsyncIterator[link_pb2.Frame]:
         said: asyncio.Queue[Any] = asyncio.Queue()
         tasks: dict[str, asyncio.Task[None]] = {}
         hearing = asyncio.create_task(self._hear(frames, said, tasks))
@@ -243,6 +241,46 @@ class EngineVerifier(VerifierLinkServicer):
             if self._num_left <= 0:
                 self._is_dead = True
                 self.table.fail("killed")
+
+
+async def outputs_at(table: RequestTable, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
+    """Play a gateway with one request: yield None once the engine has it, then its outputs.
+
+    Raises `ConnectionError` where the engine is lost, else `ValueError`. Closing the generator early cancels it.
+    """
+    stream = GatewayStream()
+    table.take(stream, encode(request))
+    try:
+        async with contextlib.aclosing(stream.frames()) as frames, contextlib.aclosing(_news_of(frames)) as news:
+            async for each in news:
+                yield each
+    finally:
+        table.close(stream)
+
+
+async def outputs_over(stub: Any, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
+    """Do the same over a channel; raises what the call does, too."""
+    call = stub.Serve()
+    try:
+        await call.write(link_pb2.Frame(sender="g", payload=encode(request)))
+        async with contextlib.aclosing(_news_of(call)) as news:
+            async for each in news:
+                yield each
+    finally:
+        call.cancel()
+
+
+async def _news_of(frames: AsyncIterator[link_pb2.Frame]) -> AsyncGenerator[RequestOutput | None]:
+    """Yield what comes of one request, to its last output."""
+    async for frame in frames:
+        for payload in payloads_of(frame):
+            message = decode(payload, TO_GATEWAY)
+            if isinstance(message, Refused):
+                raise (ConnectionError if message.is_lost else ValueError)(message.error)
+            for output in message.outputs if isinstance(message, StepOutputs) else (None,):
+                yield output
+                if output is not None and output.finish_reason is not None:
+                    return
 
 
 async def serve(verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "127.0.0.1:0") -> tuple[Any, str]:

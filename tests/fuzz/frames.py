@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import msgpack
+import msgspec
 from hypothesis import strategies as st
 
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE
@@ -36,7 +37,8 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     StructuredOutput,
 )
-from outrider.verifier_service.messages.wire import encode
+from outrider.verifier_service.messages.requests_link import TO_GATEWAY
+from outrider.verifier_service.messages.wire import encode, packed
 
 LINK_TYPES = (Hello, Welcome, Refuse, Ping, Pong, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
 MESSAGE_TYPES = tuple(
@@ -47,6 +49,7 @@ MESSAGE_TYPES = tuple(
             *FROM_ENGINE,
             *TO_DRAFT_ENGINE,
             *FROM_DRAFT_ENGINE,
+            *TO_GATEWAY,
             RequestOutput,
             SamplingParams,
             ScheduledBatch,
@@ -117,6 +120,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(arguments[0]), max_size=3).map(origin)
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=2)
+    if hint is msgspec.Raw:  # an output on its way to its gateway
+        return values_of(RequestOutput).map(packed)
     return SCALARS[hint]
 
 

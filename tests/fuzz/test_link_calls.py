@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fakes.engine_bench import EngineBench, greedy_tokens, make_request
 from fakes.in_process_port import InProcessPort
+from fakes.played_fleet import outputs_over
 from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
@@ -34,11 +35,11 @@ from outrider.verifier_service.messages.engine import (
     ControlResult,
     PauseGeneration,
     PauseMode,
+    Published,
     UpdateWeights,
     read_frame,
 )
 from outrider.verifier_service.messages.link import (
-    ACCEPTED,
     CHANNEL_OPTIONS,
     DrafterIdentity,
     Hello,
@@ -54,7 +55,7 @@ VOCAB_SIZE = 97
 IDENTITY = DrafterIdentity(
     drafter_id="d", vocab_size=VOCAB_SIZE, vocab_fingerprint="", max_draft_length=8, max_model_len=64
 )
-STREAM, GENERATE = "/outrider.link.v1.DrafterLink/Stream", "/outrider.link.v1.VerifierLink/Generate"
+STREAM, SERVE = "/outrider.link.v1.DrafterLink/Stream", "/outrider.link.v1.VerifierLink/Serve"
 CONTROL = "/outrider.link.v1.VerifierLink/Control"
 Server = tuple[Loop, grpc.aio.Channel]
 
@@ -208,15 +209,18 @@ class SteppedEngine:
             case Cancel():
                 self._bench.engine.cancel(read.request_id)
             case BadRequest():
-                self.table.deliver([RequestOutput.failed(read.request_id, read.error)])
+                self._publish([RequestOutput.failed(read.request_id, read.error)])
             case GenerationRequest():
                 if (refusal := self._bench.engine.add(read)) is not None:
-                    self.table.deliver([refusal])
+                    self._publish([refusal])
 
     async def run(self) -> None:
         while True:
-            self.table.deliver(self._bench.step() or [])
+            self._publish(self._bench.step() or [])
             await asyncio.sleep(0.001)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        self.table.deliver(map(Published.of, outputs))
 
 
 @asynccontextmanager
@@ -237,12 +241,12 @@ def verifier() -> Iterator[Server]:
 
 
 async def generate(channel: grpc.aio.Channel, request: bytes) -> None:
-    await status_of(channel.unary_stream(GENERATE)(request, timeout=CALL_TIMEOUT_S), "verifier link: requests")
-    frame = link_pb2.Frame(payload=encode(make_request("good", max_tokens=4)))
-    call = link_pb2_grpc.VerifierLinkStub(channel).Generate(frame, timeout=CALL_TIMEOUT_S)
-    accepted, *payloads = [answer.payload async for answer in call]
-    assert accepted == ACCEPTED
-    outputs = [decode(payload, (RequestOutput,)) for payload in payloads]
+    hostile = channel.stream_stream(SERVE)(iter([request]), timeout=CALL_TIMEOUT_S)
+    await status_of(hostile, "verifier link: requests")
+    good = outputs_over(link_pb2_grpc.VerifierLinkStub(channel), make_request("good", max_tokens=4))
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        accepted, *outputs = [output async for output in good]
+    assert accepted is None
     assert tuple(token_id for output in outputs for token_id in output.token_ids) == greedy_tokens(4)
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from fakes.played_fleet import outputs_at
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import RankProcesses
 from outrider.cluster.replicas.engine_host import EngineHost
@@ -25,7 +26,6 @@ from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.ranks import PipeListener
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from services.live_service import Streamed, wait_for
@@ -131,7 +131,7 @@ class LocalVerifier:
             plan=SpeculationPlan(draft_length=0 if disable_spec_decode else 4, is_pinned=True),
         )
         streamed = Streamed()
-        outputs = self._table.stream(encode(request))
+        outputs = outputs_at(self._table, request)
         while (output := self._await(_next(outputs, timeout_s))) is not None:
             streamed.arrivals_s.append(time.monotonic())
             streamed.token_ids += output.token_ids

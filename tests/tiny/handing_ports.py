@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from fakes.played_fleet import outputs_at
 from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.loop import EngineLoop
@@ -21,7 +22,6 @@ from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import encode
 from tiny.handing import HandingEngine
 
 PATIENCE_S = 20.0
@@ -67,7 +67,7 @@ class Served:
         self.calls.fail(reason)
 
     def stream(self, message: GenerationRequest) -> AsyncIterator[RequestOutput | None]:
-        return self.table.stream(encode(message))
+        return outputs_at(self.table, message)
 
     def has_channel_for(self, request_id: str) -> bool:
         """Whether a taker's channel has connected; until then parts would go in frames."""

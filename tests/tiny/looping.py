@@ -116,7 +116,7 @@ class Loop(LoopThread):
     def take(self, frame: bytes) -> None:
         update = decode(frame, FROM_ENGINE)
         assert isinstance(update, EngineUpdate)
-        self.outputs += update.outputs
+        self.outputs += [output.opened() for output in update.outputs]
         self.relays += update.relays
         self.loads += [update.load] if update.load is not None else []
         self.results += update.results

@@ -98,7 +98,7 @@ class TinyVerifier:
     def _hear(self, update: EngineUpdate) -> None:
         for output in update.outputs:
             self._running.add(output.request_id)
-            if output.finish_reason is not None:
+            if output.is_last:
                 self._running.discard(output.request_id)
         self.table.deliver(update.outputs)
         self.control.deliver(update.results)

@@ -44,8 +44,12 @@ class GatewayStream:
         step, self._step = self._step, []
         self._outbox.put(StepOutputs.unopened(step))
 
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._outbox.close()
+
     def frames(self) -> AsyncGenerator[link_pb2.Frame]:
-        """Yield what the gateway is sent, forever."""
+        """Yield what the gateway is sent, until the stream is closed."""
         return self._outbox.frames()
 
 
@@ -127,25 +131,26 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
         self, frames: AsyncIterator[link_pb2.Frame], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[link_pb2.Frame]:
         stream = GatewayStream()
-        hearing = asyncio.create_task(self._hear(stream, frames, context))
+        hearing = asyncio.create_task(self._hear(stream, frames))
         try:
             async with contextlib.aclosing(stream.frames()) as answers:
                 async for answer in answers:
                     yield answer
+            await hearing
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             hearing.cancel()
             self._table.close(stream)
 
-    async def _hear(
-        self, stream: GatewayStream, frames: AsyncIterator[link_pb2.Frame], context: grpc.aio.ServicerContext
-    ) -> None:
-        """Take a gateway's messages until it ends its stream, which is then closed."""
+    async def _hear(self, stream: GatewayStream, frames: AsyncIterator[link_pb2.Frame]) -> None:
+        """Take a gateway's messages until it says no more, or says what cannot be read."""
         try:
             async for frame in frames:
                 for payload in payloads_of(frame):
                     self._table.take(stream, payload)
-        except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            stream.close()
 
     async def TakeKV(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
         if self._handovers is None:

@@ -19,17 +19,25 @@ class Outbox:
         self._sender = sender
         self._waiting: deque[bytes] = deque()
         self._news = asyncio.Event()
+        self._is_closed = False
 
     def put(self, message: Any) -> None:
         """Queue a message."""
         self._waiting.append(encode(message))
         self._news.set()
 
+    def close(self) -> None:
+        """Let `frames` end after what was put."""
+        self._is_closed = True
+        self._news.set()
+
     async def frames(self) -> AsyncGenerator[Frame]:
-        """Yield frames of what was put, in order, forever."""
+        """Yield frames of what is put, in order, until the outbox is closed."""
         while True:
             await self._news.wait()
-            payload, *more = take_together(self._waiting)
-            if not self._waiting:
-                self._news.clear()
-            yield Frame(sender=self._sender, payload=payload, more=more)
+            while self._waiting:
+                payload, *more = take_together(self._waiting)
+                yield Frame(sender=self._sender, payload=payload, more=more)
+            if self._is_closed:
+                return
+            self._news.clear()

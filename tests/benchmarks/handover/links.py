@@ -14,6 +14,7 @@ taker, and of the giver where the taker waits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
 import multiprocessing
@@ -33,20 +34,20 @@ from typing import Any
 import grpc
 import uvloop
 
+from fakes.played_fleet import outputs_over
 from outrider.cluster.common.terminal import markdown_table
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import RankProcesses
 from outrider.cluster.replicas.engine_shell import EngineShell
-from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.handover import KVSource
-from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams
-from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import PipeListener
 from tiny.models import make_checkpoint
 
@@ -161,11 +162,13 @@ class Verifier:
         return sum(map(time.clock_gettime, self._clocks)), self._frame_bytes.value
 
     async def stream(self, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
-            call = link_pb2_grpc.VerifierLinkStub(channel).Generate(link_pb2.Frame(payload=encode(message)))
-            async for frame in call:
-                if frame.payload != ACCEPTED:
-                    yield decode(frame.payload, (RequestOutput,))
+        async with (
+            grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel,
+            contextlib.aclosing(outputs_over(link_pb2_grpc.VerifierLinkStub(channel), message)) as outputs,
+        ):
+            async for output in outputs:
+                if output is not None:
+                    yield output
 
     def close(self) -> None:
         self._study.close()

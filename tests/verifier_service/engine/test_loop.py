@@ -19,6 +19,7 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     EngineUpdate,
     PeerState,
+    Published,
     Relay,
     SetPlans,
 )
@@ -306,7 +307,7 @@ def test_a_load_says_how_fast_tokens_came_for_those_with_a_target():
 @pytest.mark.parametrize(("num_outputs", "num_relays"), [(0, 9), (9, 0), (1, 1), (5, 4)])
 def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_outputs: int, num_relays: int):
     update = EngineUpdate(
-        outputs=tuple(RequestOutput(request_id=str(i), token_ids=(1,) * 50) for i in range(num_outputs)),
+        outputs=tuple(Published.of(RequestOutput(request_id=str(i), token_ids=(1,) * 50)) for i in range(num_outputs)),
         relays=tuple(Relay(peer="d", payload=bytes([i]) * 50) for i in range(num_relays)),
         load=EngineLoad(num_running=1, num_waiting=0, num_decoding=0, kv_usage=0.0),
     )
@@ -315,7 +316,7 @@ def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_output
     assert len(frames) > 1
     assert max(map(len, frames)) <= max_bytes
     parts = [decode(frame, FROM_ENGINE) for frame in frames]
-    assert tuple(output for part in parts for output in part.outputs) == update.outputs
+    assert [output.opened() for part in parts for output in part.outputs] == [each.opened() for each in update.outputs]
     assert tuple(relay for part in parts for relay in part.relays) == update.relays
     assert [part.load for part in parts if part.load is not None] == [update.load]
     assert list(update_frames(update)) == [encode(update)]

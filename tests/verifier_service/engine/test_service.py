@@ -12,11 +12,20 @@ import pytest
 
 from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.engine.service import EngineLostError, RequestTable, VerifierLinkServicer
+from outrider.verifier_service.engine.service import GatewayStream, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.messages.engine import AskState, BadRequest, Cancel, Control, ControlResult, read_frame
-from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
+from outrider.verifier_service.messages.engine import (
+    AskState,
+    BadRequest,
+    Cancel,
+    Control,
+    ControlResult,
+    Published,
+    read_frame,
+)
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
 from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationMetrics
+from outrider.verifier_service.messages.requests_link import TO_GATEWAY, Accepted, Refused, StepOutputs
 from outrider.verifier_service.messages.wire import decode, encode
 
 
@@ -34,10 +43,11 @@ class ScriptedEngine:
         read = read_frame(message) if isinstance(message, bytes) else message
         self.received.append(read)
         if isinstance(read, BadRequest):
-            self.table.deliver([RequestOutput.failed(read.request_id, read.error)])
+            self.say(RequestOutput.failed(read.request_id, read.error))
 
-    def say(self, request_id: str, *token_ids: int, end: FinishReason | None = None) -> None:
-        self.table.deliver([RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)])
+    def say(self, *outputs: RequestOutput) -> None:
+        """Say a step's outputs."""
+        self.table.deliver([Published.of(output) for output in outputs])
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -63,110 +73,155 @@ async def served(engine: ScriptedEngine) -> AsyncIterator[Any]:
     await server.stop(grace=None)
 
 
+class Gateway:
+    """A gateway's end of its stream, which hears message by message."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self._heard: list[Any] = []
+
+    async def say(self, *messages: Any) -> None:
+        payloads = [message if isinstance(message, bytes) else encode(message) for message in messages]
+        await self.call.write(link_pb2.Frame(sender="g", payload=payloads[0], more=payloads[1:]))
+
+    async def hear(self) -> Any:
+        while not self._heard:
+            frame = await self.call.read()
+            if frame is grpc.aio.EOF:
+                return None
+            self._heard += [decode(payload, TO_GATEWAY) for payload in payloads_of(frame)]
+        return self._heard.pop(0)
+
+
 @contextlib.asynccontextmanager
-async def calling(engine: ScriptedEngine) -> AsyncIterator[Callable[[Any], Any]]:
-    """Yield a function from a request, or raw bytes, to the call."""
+async def gateway_at(engine: ScriptedEngine) -> AsyncIterator[Gateway]:
     async with served(engine) as stub:
-
-        def call(message: Any) -> Any:
-            payload = message if isinstance(message, bytes) else encode(message)
-            return stub.Generate(link_pb2.Frame(sender="g", payload=payload), timeout=20)
-
-        yield call
+        yield Gateway(stub.Serve(timeout=20))
 
 
-async def begin(engine: ScriptedEngine, request_id: str) -> Any:
-    """Start a request's stream at the table; return it once the engine has the request."""
-    stream = engine.table.stream(encode(make_request(request_id)))
-    assert await anext(stream) is None
-    return stream
+def told(stream: GatewayStream) -> list[Any]:
+    """Return what a stream that is not served was told."""
+    return [decode(payload, TO_GATEWAY) for payload in stream._outbox._waiting]
 
 
-async def hear(call: Any) -> RequestOutput:
-    """Return a call's next output."""
-    while (payload := (await call.read()).payload) == ACCEPTED:
-        pass
-    return decode(payload, (RequestOutput,))
+def step(*outputs: RequestOutput) -> StepOutputs:
+    return StepOutputs(outputs=outputs)
 
 
-async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Read a call to its end; return how it ended."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
+def output(request_id: str, *token_ids: int, end: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)
 
 
 # --- the table alone ---
 
 
-async def test_outputs_reach_their_own_callers_in_order():
+async def test_a_steps_outputs_reach_their_own_gateways_in_one_message_each():
     engine = ScriptedEngine()
-    streams = {name: await begin(engine, name) for name in "ab"}
-    heard: dict[str, list[int]] = {"a": [], "b": []}
+    first, second = GatewayStream(), GatewayStream()
+    for stream, name in ((first, "a"), (first, "b"), (second, "c")):
+        engine.table.take(stream, encode(make_request(name)))
+    engine.say(output("a", 1, 2), output("c", 7), output("b", 3))
+    engine.say(output("a", 4, end=FinishReason.STOP), output("c", 8, end=FinishReason.LENGTH))
+    assert told(first) == [
+        Accepted(request_id="a"),
+        Accepted(request_id="b"),
+        step(output("a", 1, 2), output("b", 3)),
+        step(output("a", 4, end=FinishReason.STOP)),
+    ]
+    assert told(second)[1:] == [step(output("c", 7)), step(output("c", 8, end=FinishReason.LENGTH))]
+    assert [type(message).__name__ for message in engine.received] == ["GenerationRequest"] * 3
+    assert len(engine.table) == 1
 
-    async def listen(name: str) -> None:
-        async for output in streams[name]:
-            heard[name].extend(output.token_ids)
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        for name in streams:
-            tasks.create_task(listen(name))
-        engine.say("a", 1, 2)
-        engine.say("b", 3)
-        engine.say("a", 4, end=FinishReason.STOP)
-        engine.say("b", 5, end=FinishReason.LENGTH)
-    assert heard == {"a": [1, 2, 4], "b": [3, 5]}
-    assert [type(message).__name__ for message in engine.received] == ["GenerationRequest"] * 2
+async def test_a_finished_request_is_not_cancelled_with_its_stream():
+    engine, stream = ScriptedEngine(), GatewayStream()
+    for name in "ab":
+        engine.table.take(stream, encode(make_request(name)))
+    engine.say(output("a", 1, end=FinishReason.STOP))
+    engine.table.close(stream)
+    assert engine.received[2:] == [Cancel(request_id="b")]
     assert len(engine.table) == 0
 
 
-async def test_a_finished_request_is_not_cancelled_when_its_stream_is_closed_early():
-    engine = ScriptedEngine()
-    stream = await begin(engine, "a")
-    engine.say("a", 1, end=FinishReason.STOP)
-    assert (await anext(stream)).token_ids == (1,)
-    await stream.aclose()
+async def test_a_cancelled_request_is_cancelled_once_and_heard_no_more():
+    engine, stream = ScriptedEngine(), GatewayStream()
+    for message in (make_request("a"), Cancel(request_id="a"), Cancel(request_id="a")):
+        engine.table.take(stream, encode(message))
+    engine.say(output("a", 1))
+    assert engine.received == [make_request("a"), Cancel(request_id="a")]
+    assert told(stream) == [Accepted(request_id="a")]
+    assert len(engine.table) == 0
+
+
+async def test_no_gateway_cancels_anothers_request():
+    engine, stream = ScriptedEngine(), GatewayStream()
+    engine.table.take(stream, encode(make_request("a")))
+    engine.table.take(GatewayStream(), encode(Cancel(request_id="a")))
     assert engine.received == [make_request("a")]
 
 
-async def test_leaving_early_cancels_once():
-    engine = ScriptedEngine()
-    stream = await begin(engine, "a")
-    engine.say("a", 1)
-    await anext(stream)
-    await stream.aclose()
-    assert engine.received == [make_request("a"), Cancel(request_id="a")]
-    engine.say("a", 2)  # its caller has left
-    assert len(engine.table) == 0
-
-
-async def test_a_table_whose_engine_is_lost_tells_every_caller():
-    engine = ScriptedEngine()
-    streams = [await begin(engine, name) for name in "ab"]
-    waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
-    await settle()
+async def test_a_table_whose_engine_is_lost_tells_every_gateway():
+    engine, streams = ScriptedEngine(), {name: GatewayStream() for name in "ab"}
+    for name, stream in streams.items():
+        engine.table.take(stream, encode(make_request(name)))
     engine.is_dead = True
     engine.table.fail("killed")
-    for result in await asyncio.gather(*waiting, return_exceptions=True):
-        assert isinstance(result, EngineLostError)
-        assert str(result) == "killed"
+    for name, stream in streams.items():
+        assert told(stream)[1:] == [Refused(request_id=name, error="killed", is_lost=True)]
     assert len(engine.table) == 0
     assert not any(isinstance(message, Cancel) for message in engine.received)
 
 
 async def test_a_request_that_cannot_be_handed_over_is_forgotten():
-    engine = ScriptedEngine()
+    engine, stream = ScriptedEngine(), GatewayStream()
     engine.is_dead = True
-    with pytest.raises(ConnectionError, match="gone"):
-        await anext(engine.table.stream(encode(make_request("a"))))
+    engine.table.take(stream, encode(make_request("a")))
+    assert told(stream) == [Refused(request_id="a", error="the engine is gone", is_lost=True)]
+    assert len(engine.table) == 0
+
+
+async def test_a_requests_bytes_pass_unopened():
+    sent: list[bytes | Cancel] = []
+    payload = encode(make_request("a"))
+    RequestTable(sent.append).take(GatewayStream(), payload)
+    assert sent[0] is payload
+
+
+async def test_a_duplicate_id_is_refused_and_the_first_request_goes_on():
+    engine, stream, other = ScriptedEngine(), GatewayStream(), GatewayStream()
+    engine.table.take(stream, encode(make_request("a")))
+    engine.table.take(other, encode(make_request("a", prompt=(1,))))
+    (refusal,) = told(other)
+    assert (refusal.request_id, refusal.is_lost) == ("a", False)
+    assert "request_id" in refusal.error
+    engine.table.close(other)
+    assert engine.received == [make_request("a")], "neither a second request nor a Cancel of the first"
+    engine.say(output("a", 8, end=FinishReason.STOP))
+    assert told(stream)[-1] == step(output("a", 8, end=FinishReason.STOP))
+    engine.table.take(other, encode(make_request("a")))
+    assert told(other)[-1] == Accepted(request_id="a")
+
+
+@pytest.mark.parametrize(
+    ("field", "spoilt", "named"),
+    [(b"max_tokens\x4d", b"max_tokens\x00", "max_tokens"), (b"prompt_", b"prompT_", "prompt_token_ids")],
+    ids=["bad value", "missing field"],
+)
+async def test_a_request_that_the_engine_cannot_read_ends_with_its_error(field: bytes, spoilt: bytes, named: str):
+    engine, stream = ScriptedEngine(), GatewayStream()
+    engine.table.take(stream, encode(make_request("a", max_tokens=77)).replace(field, spoilt))
+    ended = {
+        message.outputs[0].finish_reason: message.outputs[0] for message in told(stream) if type(message) is StepOutputs
+    }
+    assert named in ended[FinishReason.ERROR].error
+    assert [type(message) for message in engine.received] == [BadRequest], "there is nothing to cancel"
     assert len(engine.table) == 0
 
 
 # --- over gRPC ---
 
 
-async def test_a_call_streams_outputs_as_the_engine_says_them():
+async def test_a_stream_brings_outputs_as_the_engine_says_them():
     engine = ScriptedEngine()
     request = make_request("a", seed=3, max_tokens=5)
     last = RequestOutput(
@@ -176,77 +231,55 @@ async def test_a_call_streams_outputs_as_the_engine_says_them():
         finish_reason=FinishReason.LENGTH,
         speculation=SpeculationMetrics(enabled=True, num_drafts=2, num_accepted_per_position=[2, 1]),
     )
-    async with calling(engine) as call:
-        stream = call(request)
-        await until(lambda: engine.received)
-        assert engine.received == [request]
-        engine.say("a", 1, 2)
-        assert (await hear(stream)).token_ids == (1, 2)
-        engine.table.deliver([last])
-        assert await hear(stream) == last
-        assert await stream.read() is grpc.aio.EOF
-        assert await stream.code() is grpc.StatusCode.OK
-        assert engine.received == [request]
+    async with gateway_at(engine) as gateway:
+        await gateway.say(request, make_request("b"))
+        assert [await gateway.hear() for _ in range(2)] == [Accepted(request_id="a"), Accepted(request_id="b")]
+        assert engine.received == [request, make_request("b")]
+        engine.say(output("a", 1, 2), output("b", 3))
+        assert await gateway.hear() == step(output("a", 1, 2), output("b", 3))
+        engine.say(last)
+        assert await gateway.hear() == step(last)
+        await gateway.say(Cancel(request_id="b"))
+        await until(lambda: len(engine.table) == 0)
+        assert engine.received[2:] == [Cancel(request_id="b")]
 
 
-async def test_a_call_is_told_when_the_engine_has_its_request_and_only_then():
+@pytest.mark.parametrize("how", ["cancelled", "half-closed"])
+async def test_the_streams_end_cancels_its_requests(how: str):
     engine = ScriptedEngine()
-    async with calling(engine) as call:
-        stream = call(make_request("a"))
-        assert (await stream.read()).payload == ACCEPTED
-        assert engine.received == [make_request("a")]
-        engine.is_dead = True
-        for refused in (make_request("b"), b"no request"):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await call(refused).read()
-
-
-@pytest.mark.parametrize("num_heard", [0, 1])
-async def test_cancelling_the_call_cancels_the_request(num_heard: int):
-    engine = ScriptedEngine()
-    async with calling(engine) as call:
-        stream = call(make_request("a"))
-        await until(lambda: engine.received)
-        for _ in range(num_heard):
-            engine.say("a", 1)
-            await hear(stream)
-        stream.cancel()
+    async with gateway_at(engine) as gateway:
+        await gateway.say(make_request("a"))
+        await gateway.hear()
+        engine.say(output("a", 1))
+        await gateway.hear()
+        if how == "cancelled":
+            gateway.call.cancel()
+        else:
+            await gateway.call.done_writing()
+            assert await gateway.hear() is None
         await until(lambda: len(engine.received) == 2)
         assert engine.received[-1] == Cancel(request_id="a")
         assert len(engine.table) == 0
 
 
-async def test_a_caller_that_goes_away_with_its_channel_cancels_too():
+async def test_a_gateway_that_goes_away_with_its_channel_cancels_too():
     engine = ScriptedEngine()
-    async with calling(engine) as call:
-        call(make_request("a"))
+    async with gateway_at(engine) as gateway:
+        await gateway.say(make_request("a"))
         await until(lambda: engine.received)
     await until(lambda: Cancel(request_id="a") in engine.received)
 
 
-async def test_closing_a_paused_generator_cancels_without_waiting_for_the_collector():
-    """As grpc leaves it when a call is cancelled while an output is being written."""
+async def test_a_lost_engine_is_told_to_running_and_to_new_requests():
     engine = ScriptedEngine()
-    frame = link_pb2.Frame(payload=encode(make_request("a")))
-    answers = VerifierLinkServicer(engine.table, engine.control).Generate(frame, context=None)
-    assert (await anext(answers)).payload == ACCEPTED
-    await answers.aclose()
-    await settle()
-    assert engine.received[-1] == Cancel(request_id="a")
-
-
-async def test_a_lost_engine_is_unavailable_to_running_and_to_new_calls():
-    engine = ScriptedEngine()
-    async with calling(engine) as call:
-        running = call(make_request("a"))
-        await until(lambda: engine.received)
-        engine.say("a", 1)
-        assert (await hear(running)).token_ids == (1,)
+    async with gateway_at(engine) as gateway:
+        await gateway.say(make_request("a"))
+        await gateway.hear()
         engine.is_dead = True
         engine.table.fail("rank 0 was killed")
-        assert await status_of(running) == (grpc.StatusCode.UNAVAILABLE, "rank 0 was killed")
-        assert await status_of(call(make_request("b"))) == (grpc.StatusCode.UNAVAILABLE, "the engine is gone")
-        assert len(engine.table) == 0
+        assert await gateway.hear() == Refused(request_id="a", error="rank 0 was killed", is_lost=True)
+        await gateway.say(make_request("b"))
+        assert await gateway.hear() == Refused(request_id="b", error="the engine is gone", is_lost=True)
 
 
 @pytest.mark.parametrize(
@@ -254,72 +287,21 @@ async def test_a_lost_engine_is_unavailable_to_running_and_to_new_calls():
     [
         (b"", ""),
         (b"\xc1", "MessagePack"),
-        (encode(Cancel(request_id="a")), "Cancel"),
+        (encode(Accepted(request_id="a")), "Accepted"),
         (encode(make_request("a")).replace(b"request_id", b"rEquest_id"), "request_id"),
     ],
     ids=["empty", "no msgpack", "another message", "no id"],
 )
-async def test_a_frame_that_is_no_request_is_an_invalid_argument(payload: bytes, named: str):
+async def test_a_message_that_is_neither_request_nor_cancel_ends_the_stream(payload: bytes, named: str):
     engine = ScriptedEngine()
-    async with calling(engine) as call:
-        code, details = await status_of(call(payload))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details
-        assert named in details
-        assert engine.received == []
-
-
-@pytest.mark.parametrize(
-    ("field", "spoilt", "named"),
-    [(b"max_tokens\x4d", b"max_tokens\x00", "max_tokens"), (b"prompt_", b"prompT_", "prompt_token_ids")],
-    ids=["bad value", "missing field"],
-)
-async def test_a_request_that_the_engine_cannot_read_is_an_invalid_argument(field: bytes, spoilt: bytes, named: str):
-    engine = ScriptedEngine()
-    async with calling(engine) as call:
-        code, details = await status_of(call(encode(make_request("a", max_tokens=77)).replace(field, spoilt)))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert named in details
-        assert [type(message) for message in engine.received] == [BadRequest], "there is nothing to cancel"
-        assert len(engine.table) == 0
-
-
-async def test_a_requests_bytes_pass_unopened():
-    sent: list[bytes | Cancel] = []
-    frame = encode(make_request("a"))
-    stream = RequestTable(sent.append).stream(frame)
-    assert await anext(stream) is None
-    assert sent[0] is frame
-    await stream.aclose()
-
-
-async def test_a_duplicate_id_is_refused_and_the_first_call_goes_on():
-    engine = ScriptedEngine()
-    async with calling(engine) as call:
-        first = call(make_request("a"))
-        await until(lambda: engine.received)
-        code, details = await status_of(call(make_request("a", prompt=(1,))))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "request_id" in details
-        assert engine.received == [make_request("a")], "neither a second request nor a Cancel of the first"
-        engine.say("a", 8, end=FinishReason.STOP)
-        assert (await hear(first)).token_ids == (8,)
-        again = call(make_request("a"))
-        await until(lambda: len(engine.received) == 2)
-        engine.say("a", 9, end=FinishReason.STOP)
-        assert (await hear(again)).token_ids == (9,)
-
-
-async def test_a_request_that_the_engine_refuses_is_an_invalid_argument():
-    engine = ScriptedEngine()
-    async with calling(engine) as call:
-        stream = call(make_request("a"))
-        await until(lambda: engine.received)
-        failure = RequestOutput(request_id="a", token_ids=(), finish_reason=FinishReason.ERROR, error="too long")
-        engine.table.deliver([failure])
-        assert await status_of(stream) == (grpc.StatusCode.INVALID_ARGUMENT, "too long")
-        assert engine.received == [make_request("a")], "there is nothing to cancel"
-        assert len(engine.table) == 0
+    async with gateway_at(engine) as gateway:
+        await gateway.say(make_request("b"), payload)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await gateway.hear() is not None:
+                pass
+        assert await gateway.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert named in await gateway.call.details()
+        await until(lambda: engine.received == [make_request("b"), Cancel(request_id="b")])
 
 
 # --- control ---

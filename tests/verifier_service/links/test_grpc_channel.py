@@ -9,19 +9,20 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from fakes.played_fleet import outputs_over
 from outrider.cluster.common.security import TlsConfig, bind
 from outrider.drafter_service.service.service import DrafterLinkServicer
-from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig
 from outrider.verifier_service.links.grpc_channel import open_channel
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.engine import PeerState, Published, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
-from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.messages.wire import decode
 from services.certificates import Certificates
 
 CALL_TIMEOUT_S = 10.0
@@ -49,7 +50,7 @@ async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
         if isinstance(message, bytes):
             request = decode(message, (GenerationRequest,))
             finished = RequestOutput(request_id=request.request_id, token_ids=(7,), finish_reason=FinishReason.LENGTH)
-            table.deliver([finished])
+            asyncio.get_running_loop().call_soon(table.deliver, [Published.of(finished)])
 
     table = RequestTable(engine)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
@@ -65,11 +66,9 @@ async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
 async def tokens(address: str, tls: TlsConfig | None, server_name: str | None = None) -> tuple[int, ...]:
     request = GenerationRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     async with open_channel(address, tls and tls.link_credentials(server_name)) as channel:
-        call = link_pb2_grpc.VerifierLinkStub(channel).Generate(
-            link_pb2.Frame(payload=encode(request)), timeout=CALL_TIMEOUT_S
-        )
-        answers = [answer.payload async for answer in call]
-        return decode(answers[-1], (RequestOutput,)).token_ids
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            outputs = [output async for output in outputs_over(link_pb2_grpc.VerifierLinkStub(channel), request)]
+        return outputs[-1].token_ids
 
 
 async def test_a_verifier_answers_its_own_gateways_only(certificates: Certificates):
