@@ -144,6 +144,7 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
     from outrider.lab.bench.arms import BenchError
     from outrider.lab.bench.pairs import pairs, run_bench
     from outrider.lab.bench.report import to_json, to_markdown, to_table
+    from outrider.lab.same_tokens import require_same
 
     with contextlib.ExitStack() as stack:
         with usage_errors():
@@ -159,6 +160,7 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result, columns))
+    require_same(*result.tallies)
 
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:

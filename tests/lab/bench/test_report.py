@@ -28,6 +28,7 @@ from outrider.lab.bench.report import (
     to_markdown,
     to_table,
 )
+from outrider.lab.same_tokens import Tally
 
 FIGURES = Figures(
     tokens_per_s=123.44,
@@ -57,7 +58,7 @@ def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shi
     return Row(pair=pair, concurrency=concurrency, arm=arm, figures=figures, **fields)
 
 
-def result(*rows: Row, temperature: float = 0.0) -> BenchResult:
+def result(*rows: Row, temperature: float = 0.0, tallies: tuple[Tally, ...] = ()) -> BenchResult:
     return BenchResult(
         machine=MACHINE,
         target="/target",
@@ -67,6 +68,7 @@ def result(*rows: Row, temperature: float = 0.0) -> BenchResult:
         repeats=2,
         read_bytes_per_s={1: 8e9, 2: 15e9},
         rows=rows,
+        tallies=tallies,
     )
 
 
@@ -114,7 +116,9 @@ def test_machine_and_work_are_named(show) -> None:
 
 
 def test_differing_tokens_are_told() -> None:
-    (note,) = [note for note in footnotes(result(PLAIN, OURS, DIFFERING)) if "whose greedy tokens differ" in note]
+    differing = result(PLAIN, OURS, DIFFERING, tallies=(Tally(num_answers=12),))
+    note, verdict = [note for note in footnotes(differing) if "greedy tokens differ" in note or "repeats" in note][-2:]
+    assert verdict == "Of Outrider's own, over all repeats: all 12 answers are identical."
     assert f"as shipped, concurrency 4, {SHARED}: 1." in note
     assert "concurrency 1," not in note
     assert any("differ" in note and "none, in any arm" in note for note in footnotes(result(PLAIN, OURS)))
