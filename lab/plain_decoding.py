@@ -24,9 +24,16 @@ class PlainDecoding:
 
     def __init__(self, config: ModelConfig) -> None:
         """Load the model that a service or an engine had, on one rank and without what it kept for drafters."""
-        alone = {"tensor_parallel_size": 1, "num_kv_blocks": NUM_KV_BLOCKS, "num_scratch_blocks": 0, "state_taps": ()}
-        whole = dataclasses.replace(config, **alone, enforce_eager=True, check_logits=False)
-        self._runner = ModelRunner(whole, TensorParallelGroup.single())
+        alone = dataclasses.replace(
+            config,
+            tensor_parallel_size=1,
+            num_kv_blocks=NUM_KV_BLOCKS,
+            num_scratch_blocks=0,
+            state_taps=(),
+            enforce_eager=True,
+            check_logits=False,
+        )
+        self._runner = ModelRunner(alone, TensorParallelGroup.single())
         self.may_tip = self._runner.dtype != torch.float32 and not is_batch_invariant(self._runner)
 
     def margin(self, token_ids: Sequence[int], seeded: Seeded | None) -> float:
@@ -36,7 +43,7 @@ class PlainDecoding:
     def text(self, token_ids: Sequence[int]) -> str:
         """Return a text, or the ids themselves where the model has no tokenizer."""
         try:
-            return str(load_tokenizer(self._runner.config).decode(token_ids))
+            return str(load_tokenizer(self._runner.config).decode(list(token_ids)))
         except (OSError, ValueError):
             return " ".join(map(str, token_ids))
 
@@ -64,7 +71,7 @@ def margin_of(logits: torch.Tensor, noise: torch.Tensor | None = None) -> float:
 def drawn(logits: torch.Tensor, seeded: Seeded, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the biased logits of a seeded request and the noise at a position, in their units: [vocab_size] both."""
     logits = logits.clone()
-    for token_id, bias in seeded.biases.items():
+    for token_id, bias in seeded.biases:
         logits[token_id] += bias
     noise = gumbel_noise(seeded.seed, 0, torch.tensor([position]), len(logits), "cpu")[0]
     return logits, noise.double() * (seeded.temperature * math.log(2) / (1 << NOISE_FRACTION_BITS))

@@ -8,8 +8,8 @@ where its two largest logits, noise added if seeded, differ by at most 2⁻⁷ o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import click
@@ -28,12 +28,12 @@ class Seeded:
 
     seed: int
     temperature: float
-    biases: Mapping[int, float] = field(default_factory=dict)  # by token, added to the logits
+    biases: tuple[tuple[int, float], ...] = ()  # tokens and what is added to their logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two answers to one prompt: plain decoding's and another one, which should be the same."""
+    """Two answers to one prompt, which should be the same: plain decoding's, or what stands for it, and another one."""
 
     what: str  # for people
     prompt: Sequence[int]
@@ -69,8 +69,8 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: token {self.place + 1} differs from plain decoding's, whose choice there leads by "
-            f"{self.margin:.2%} of the largest logit\nplain: {self.expected!r}\nhere: {self.given!r}"
+            f"{self.what}: token {self.place + 1} differs; plain decoding's choice there leads by {self.margin:.2%} of "
+            f"the largest logit\nexpected: {self.expected!r}\nhere: {self.given!r}"
         )
 
 

@@ -85,8 +85,8 @@ def test_what_does_not_hold_shows_both_texts_the_place_and_the_margin():
         require_same(tally_of(0, 4, TIE), tally_of(1, 40, TIE), tally_of(1, 40, FakeReference(otherwise=0.0323)))
     assert raised.value.message == (
         "1 of 40 answers differ\n\n"
-        "HTTP: token 3 differs from plain decoding's, whose choice there leads by 3.23% of the largest logit\n"
-        "plain: '3 4 5'\nhere: '3 4 9'"
+        "HTTP: token 3 differs; plain decoding's choice there leads by 3.23% of the largest logit\n"
+        "expected: '3 4 5'\nhere: '3 4 9'"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_margin_is_a_share_of_the_largest_logit():
 
 def test_the_noise_is_that_of_a_place_and_a_seed_and_a_bias_is_added_before():
     logits = torch.zeros(50)
-    seeded = Seeded(seed=3, temperature=0.5, biases={4: 2.0})
+    seeded = Seeded(seed=3, temperature=0.5, biases=((4, 2.0),))
     biased, noise = drawn(logits, seeded, 7)
     assert (biased[4], biased.sum(), logits.sum()) == (2.0, 2.0, 0.0)
     assert torch.equal(noise, drawn(logits, seeded, 7)[1])
