@@ -37,7 +37,7 @@ class PlainDecoding:
         self.may_tip = self._runner.dtype != torch.float32 and not is_batch_invariant(self._runner)
 
     def margin(self, token_ids: Sequence[int], seeded: Seeded | None) -> float:
-        logits = self._logits(token_ids)
+        logits = self.logits(token_ids)
         return margin_of(logits) if seeded is None else margin_of(*drawn(logits, seeded, len(token_ids)))
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -47,7 +47,7 @@ class PlainDecoding:
         except (OSError, ValueError):
             return " ".join(map(str, token_ids))
 
-    def _logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return what follows a text: float32 [vocab_size], on the host."""
         length, size = len(token_ids), self._runner.block_size
         batch = ScheduledBatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import click
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from fakes.played import FakeReference
+from outrider.cluster import LLM, SamplingParams
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.lab.plain_decoding import PlainDecoding, drawn, margin_of
 from outrider.lab.same_tokens import (
@@ -119,14 +121,22 @@ def test_the_noise_is_that_of_a_place_and_a_seed_and_a_bias_is_added_before():
     assert torch.allclose(2 * noise, drawn(logits, dataclasses.replace(seeded, temperature=1.0), 7)[1])
 
 
-def test_the_embedded_target_writes_and_leads():
-    load = plain_decoding(ServiceConfig().verifier_spec.model)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_leads_in_plain_decoding_is_what_the_engine_drew(temperature: float):
+    prompt = [199, 3, 737]
+    load = plain_decoding(ServiceConfig(device="cpu").verifier_spec.model)
     reference = load()
     assert load() is reference, "once"
-    prompt = [5, 6, 7]
-    assert 0.0 < reference.margin(prompt, None) < 2.0
-    assert reference.margin(prompt, Seeded(seed=1, temperature=0.8)) != reference.margin(prompt, None)
-    assert isinstance(reference.text(prompt), str)
+    with contextlib.closing(LLM(speculation="off", device="cpu")) as llm:
+        law = SamplingParams(temperature=temperature, seed=5 if temperature else None, max_tokens=8, ignore_eos=True)
+        (drawn_one,) = llm.generate([{"prompt_token_ids": prompt}], law)
+    for place, token_id in enumerate(drawn_one.outputs[0].token_ids):
+        prefix = [*prompt, *drawn_one.outputs[0].token_ids[:place]]
+        scores = reference.logits(prefix)
+        if temperature:
+            scores = sum(drawn(scores, Seeded(seed=5, temperature=temperature), len(prefix)))
+        assert scores.argmax() == token_id
+    assert reference.text(drawn_one.outputs[0].token_ids) == drawn_one.outputs[0].text
 
 
 def test_a_model_that_served_is_loaded_without_what_it_kept_for_drafters(tmp_path):

@@ -23,13 +23,13 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.weights.served_model import in_float32, serving
+from benchmarks.weights.served_model import Told, in_float32, serving
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
 from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.peers.measure import PROMPTS
-from outrider.lab.same_tokens import Pair, Seeded, Tally, compare, num_identical, require_same
+from outrider.lab.same_tokens import Pair, Tally, compare, num_identical, require_same
 from outrider.verifier_service.model.gguf import local_path
 from tiny.refits import Trainer, perturb, trainer
 
@@ -101,11 +101,10 @@ def _pairs(name: str, asks: Sequence[dict[str, Any]], own: Answers, fresh: Answe
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pairs = []
     for ask, given, expected in zip(asks, own, fresh, strict=True):
-        sampling = ask["sampling_params"]
-        temperature = sampling["temperature"]
-        seeded = Seeded(seed=sampling["sampling_seed"], temperature=temperature) if temperature else None
-        prompt = tokenizer(ask["text"])["input_ids"]
-        pairs.append(Pair(what=f"{name}: {ask['text']}", prompt=prompt, expected=expected, given=given, seeded=seeded))
+        prompt, sampling = tokenizer(ask["text"])["input_ids"], ask["sampling_params"]
+        law = {"seed": sampling["sampling_seed"], "temperature": sampling["temperature"]}
+        one, other = (Told(prompt=prompt, token_ids=token_ids) for token_ids in (given, expected))
+        pairs.append(one.beside(other, f"{name}: {ask['text']}", law))
     return pairs
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 
+import click
 import pytest
 from rich.console import Console
 
@@ -28,7 +29,8 @@ from outrider.lab.bench.report import (
     to_markdown,
     to_table,
 )
-from outrider.lab.same_tokens import Tally
+from outrider.lab.cli.bench import report
+from outrider.lab.same_tokens import Difference, Tally
 
 FIGURES = Figures(
     tokens_per_s=123.44,
@@ -122,6 +124,15 @@ def test_differing_tokens_are_told() -> None:
     assert f"as shipped, concurrency 4, {SHARED}: 1." in note
     assert "concurrency 1," not in note
     assert any("differ" in note and "none, in any arm" in note for note in footnotes(result(PLAIN, OURS)))
+
+
+def test_a_difference_is_an_error_after_table_and_files(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    difference = Difference(what=SHARED, place=2, margin=0.1, expected="a b c", given="a b d")
+    differing = result(PLAIN, DIFFERING, tallies=(Tally(num_answers=12, differences=(difference,)),))
+    with pytest.raises(click.ClickException, match="1 of 12 answers differ"):
+        report(differing, THROUGHPUT_COLUMNS, tmp_path / "bench.json", tmp_path / "bench.md")
+    for said in (capsys.readouterr().out, (tmp_path / "bench.json").read_text(), (tmp_path / "bench.md").read_text()):
+        assert "1 of 12 answers differ" in " ".join(said.split())
 
 
 def test_sampled_tokens_are_not_compared() -> None:
