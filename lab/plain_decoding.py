@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from outrider.lab.same_tokens import Seeded
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -43,9 +45,13 @@ class PlainDecoding:
     def text(self, token_ids: Sequence[int]) -> str:
         """Return a text, or the ids themselves where the model has no tokenizer."""
         try:
-            return str(load_tokenizer(self._runner.config).decode(list(token_ids)))
+            return str(self._tokenizer.decode(list(token_ids)))
         except (OSError, ValueError):
             return " ".join(map(str, token_ids))
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._runner.config)
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return what follows a text: float32 [vocab_size], on the host."""
