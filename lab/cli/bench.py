@@ -25,6 +25,7 @@ from outrider.lab.replay.replay import replay
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from outrider.lab.bench.figures import BenchResult
     from outrider.lab.bench.load import LoadPoint
     from outrider.lab.bench.pairs import BenchOptions
     from outrider.lab.bench.report import Column
@@ -143,7 +144,6 @@ def throughput(**options: Any) -> None:
 def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     from outrider.lab.bench.arms import BenchError
     from outrider.lab.bench.pairs import pairs, run_bench
-    from outrider.lab.bench.report import to_json, to_markdown, to_table
 
     with contextlib.ExitStack() as stack:
         with usage_errors():
@@ -154,11 +154,20 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
             result = run_bench(bench_options, named_pairs, clock=clock, on_run=on_run)
         except BenchError as error:
             raise click.ClickException(str(error)) from error
+    report(result, columns, json_file, markdown_file)
+
+
+def report(result: BenchResult, columns: Sequence[Column], json_file: Path | None, markdown_file: Path | None) -> None:
+    """Show a result and write it; raise `click.ClickException` where tokens are not plain decoding's."""
+    from outrider.lab.bench.report import to_json, to_markdown, to_table
+    from outrider.lab.same_tokens import require_same
+
     _show(to_table(result, columns))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result, columns))
+    require_same(*result.tallies)
 
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:

@@ -32,7 +32,8 @@ class Streamed:
     """What a stream brought, and when."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
+    prompt_token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
+    token_ids: list[int] = field(default_factory=list)  # likewise
     arrivals_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class LiveService:
                 streamed.arrivals_s.append(time.monotonic())
                 choice = event["choices"][0]
                 streamed.text += choice["text"]
+                streamed.prompt_token_ids += choice.get("prompt_token_ids") or []
                 streamed.token_ids += choice.get("token_ids") or []
                 streamed.finish_reason = choice["finish_reason"] or streamed.finish_reason
                 streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
