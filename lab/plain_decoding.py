@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.lab.same_tokens import Seeded
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.batch_invariance import batch_dependent
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -36,7 +37,8 @@ class PlainDecoding:
             check_logits=False,
         )
         self._runner = ModelRunner(alone, TensorParallelGroup.single())
-        self.may_tip = self._runner.dtype != torch.float32 and not is_batch_invariant(self._runner)
+        # by the path that is taken here: a service or an engine on this machine takes the same one
+        self.may_tip = self._runner.dtype != torch.float32 and bool(batch_dependent(self._runner.model))
 
     def margin(self, token_ids: Sequence[int], seeded: Seeded | None) -> float:
         logits = self.logits(token_ids)
@@ -81,8 +83,3 @@ def drawn(logits: torch.Tensor, seeded: Seeded, position: int) -> tuple[torch.Te
         logits[token_id] += bias
     noise = gumbel_noise(seeded.seed, 0, torch.tensor([position]), len(logits), "cpu")[0]
     return logits, noise.double() * (seeded.temperature * math.log(2) / (1 << NOISE_FRACTION_BITS))
-
-
-def is_batch_invariant(runner: ModelRunner) -> bool:
-    """Tell whether a row's bits do not depend on the other rows of its batch."""
-    return runner.device.type == "cpu"  # until batch_invariance lands
