@@ -112,6 +112,10 @@ ROOMS = {
         "verifier_service/engine drafter_service/engine drafter_service/heads drafter_service/head_drafters "
         "drafter_service/service drafter_service/embedded"
     ),
+    "lab/gateway": (
+        "bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
+        "verifier_service/model verifier_service/sampling verifier_service/links verifier_service/engine"
+    ),
     "lab/peers": ("bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
@@ -129,8 +133,8 @@ ROOMS = {
         "verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
-        "bench peers corpus head replay simulate demo cluster/common cluster/router cluster/config cluster/replicas "
-        "cluster/offline cluster/client cluster/cli"
+        "bench gateway peers corpus head replay simulate demo cluster/common cluster/router cluster/config "
+        "cluster/replicas cluster/offline cluster/client cluster/cli"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py

@@ -72,9 +72,20 @@ def _has_token(choice: dict[str, Any]) -> bool:
     return bool(says) or (choice.get("finish_reason") is None and not is_only_role)
 
 
-def num_token_messages(messages: Sequence[bytes]) -> int:
-    """Count the messages of a call that bring a token."""
-    return sum(bool(generation_pb2.GenerateChunk.FromString(message).token_ids) for message in messages)
+def message_sizes(messages: Sequence[bytes]) -> list[int]:
+    """Return how many tokens each message of a call brings, of those that bring any."""
+    sizes = (len(generation_pb2.GenerateChunk.FromString(message).token_ids) for message in messages)
+    return [size for size in sizes if size]
+
+
+def num_answered(answer: bytes) -> int | None:
+    """Return how many tokens an HTTP answer has that is no stream; None: it does not say. Raises `BadAnswer`."""
+    return (json.loads(body_of(answer)).get("usage") or {}).get("completion_tokens")
+
+
+def num_answered_by_call(message: bytes) -> int:
+    """Return how many tokens a call's only answer has."""
+    return sum(len(choice.token_ids) for choice in generation_pb2.GenerateResponse.FromString(message).choices)
 
 
 def pieces_of(answer: bytes) -> list[bytes]:

@@ -13,13 +13,19 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from outrider.lab.gateway.answers import BadAnswer, body_of, num_token_events, num_token_messages, pieces_of
+from outrider.lab.gateway.answers import (
+    BadAnswer,
+    message_sizes,
+    num_answered,
+    num_answered_by_call,
+    num_token_events,
+    pieces_of,
+)
 from outrider.lab.gateway.loads import Door, Load, Variant, grpc_request, http_request
 
 GENERATE, GENERATE_UNARY = "/outrider.v1.Inference/Generate", "/outrider.v1.Inference/GenerateUnary"
@@ -76,9 +82,6 @@ class Answer:
     parts: list[bytes] = field(default_factory=list)
     wait_s: float | None = None
     error: str | None = None
-
-
-Talk = Callable[[Ask, int], Awaitable[Answer]]
 
 
 async def send_load(ask: Ask) -> tuple[list[Answer], float]:
@@ -210,19 +213,22 @@ def examine(load: Load, answers: list[Answer], elapsed_s: float) -> Found:
 
 
 def _count(load: Load, answer: Answer, found: Found) -> None:
-    """Add an answer to what was found. Raises `ValueError` if it is none."""
+    """Add an answer to what was found. Raises `ValueError` if it is none, or has not all its tokens."""
     raw = b"".join(answer.parts)
     is_http = load.door is Door.HTTP
+    num_tokens: int | None = None  # where the answer says so
     if not load.is_streamed:
-        if is_http:
-            json.loads(body_of(raw))
+        num_tokens = num_answered(raw) if is_http else num_answered_by_call(raw)
         sample = [raw]
     elif is_http:
         found.num_events.append(num_token_events(raw))
         sample = [] if found.sample else pieces_of(raw)
     else:
-        found.num_events.append(num_token_messages(answer.parts))
-        sample = answer.parts
+        sizes = message_sizes(answer.parts)
+        num_tokens, sample = sum(sizes), answer.parts
+        found.num_events.append(len(sizes))
+    if num_tokens not in (None, load.num_tokens):
+        raise BadAnswer(f"{num_tokens} tokens, not {load.num_tokens}")
     found.sample = found.sample or sample
     if answer.wait_s is not None:
         found.waits_s.append(answer.wait_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ from outrider.lab.gateway.figures import Figures, Run, figures_of
 from outrider.lab.gateway.floor import HOST, Sends
 from outrider.lab.gateway.helpers import Client, Floor
 from outrider.lab.gateway.loads import Door, Load
-from outrider.lab.gateway.processes import processor_s, snapshot, spent_between
+from outrider.lab.gateway.processes import Spent, processor_s, snapshot, spent_between
 
 MAX_SECONDS = 120.0  # of a load; what is left then is an error
+REST_S = 2.0  # how long it is watched without a request
 WARM_UP = 8  # streams and tokens of each that are not measured
 
 
@@ -40,23 +42,28 @@ class Options:
     step_s: float  # of the floor
     has_floor: bool
     max_seconds: float = MAX_SECONDS
+    rest_s: float = REST_S
 
 
-def measure(server: Server, options: Options, on_run: Callable[[str], None] = lambda name: None) -> list[Figures]:
-    """Return the figures of every load; raises `MeasureError` where a first request is not answered."""
+def measure(
+    server: Server, options: Options, on_run: Callable[[str], None] = lambda name: None
+) -> tuple[dict[str, float], list[Figures]]:
+    """Return the processor time a second at rest, by role, and the figures of every load.
+
+    Raises `MeasureError` where a first request is not answered.
+    """
     runs: dict[Load, list[Run]] = {load: [] for load in options.loads}
     with Client() as client:
         meter = _Meter(server, client, options)
-        for load in options.loads:
-            if load.door not in server.ports:
-                raise MeasureError(f"the server has no port for {load.door}")
         on_run("warming up")
         meter.warm_up()
+        on_run("at rest")
+        rest_s = meter.at_rest()
         for _ in range(options.repeats):
             for load in options.loads:
                 on_run(load.name)
                 runs[load].append(meter.run(load))
-    return [figures_of(found) for found in runs.values()]
+    return rest_s, [figures_of(found) for found in runs.values()]
 
 
 class _Meter:
@@ -77,9 +84,16 @@ class _Meter:
             if found.num_errors == small.num_requests:
                 raise MeasureError(f"{small.name}: no request was answered: {'; '.join(found.errors)}")
 
+    def at_rest(self) -> dict[str, float]:
+        """Return the processor time a second that each role takes without a request."""
+        before, begin_s = self._snapshot(), time.perf_counter()
+        time.sleep(self._options.rest_s)
+        after, elapsed_s = self._snapshot(), time.perf_counter() - begin_s
+        return {role: seconds / elapsed_s for role, seconds in spent_between(before, after).items()}
+
     def run(self, load: Load) -> Run:
         """Measure a load once; then the floor with what one of its requests was answered."""
-        before, after = self._snapshot(), {}
+        before, after = self._snapshot(), dict[int, Spent]()
 
         def note() -> None:
             after.update(self._snapshot())
@@ -105,7 +119,7 @@ class _Meter:
         host, port = (server.host, server.ports[load.door]) if floor_port is None else (HOST, floor_port)
         return Ask(load=load, host=host, port=port, model=server.model, max_seconds=self._options.max_seconds)
 
-    def _snapshot(self) -> dict:
+    def _snapshot(self) -> dict[int, Spent]:
         found = snapshot(self._server.first, without={self._client.pid})
         if not self._server.counts_first:
             del found[self._server.first]

@@ -1,8 +1,8 @@
 """A verifier's engine without a model: a forward is a pause, and what it would have chosen is known.
 
-Scheduler, KV books, step loop, log probabilities and the frames to the shell are the real ones, so that what a rank
-takes here is what ours takes beside its forward. Log probabilities are of a uniform law. Structured output is refused:
-a script knows no grammar.
+Scheduler, KV books, step loop, grammars, log probabilities and the frames to the shell are the real ones, so that what
+a rank takes here is what ours takes beside its forward. Log probabilities are of a uniform law. Masks of grammars are
+made, and not followed: a request whose script breaks its grammar ends with an error.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PlayedRunner:
 
 def played_engine(spec: PlayedSpec, links: RelayDraftClient, runner: PlayedRunner) -> VerifierEngine:
     """Return the engine around a played runner, which gets to know its requests."""
-    engine = build_engine(runner, spec.verifier, links, has_grammars=False, verify=runner.verify)
+    engine = build_engine(runner, spec.verifier, links, verify=runner.verify)
     runner.requests = engine.requests
     return engine
 

@@ -5,7 +5,6 @@ In a module of its own, so that reading it imports no model code.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
@@ -56,10 +55,6 @@ class PlayedSpec:
             raise ValueError(f"says: token ids must be in [0, {self.vocab_size})")
         if isinstance(self.says, Scripted) and not self.eos_token_ids:
             raise ValueError("eos_token_ids: a script ends with one")
-
-    def saying(self, says: OnTime | Scripted) -> PlayedSpec:
-        """Return the spec of an engine that says something else."""
-        return dataclasses.replace(self, says=says)
 
     def run_rank(self, rank: RankSpec) -> None:
         """Play until the shell goes away."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.cluster.common.terminal import NOTHING, markdown_table
 from outrider.lab.gateway.figures import Figures
 from outrider.lab.gateway.processes import ROLES
-
-PERCENT_SHOWN = 0.005  # a stranger's process that takes less than this share in every load is among the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +18,7 @@ class GatewayResult:
     machine: str
     server: str  # what was measured, in words
     repeats: int
+    rest_s: Mapping[str, float]  # processor time a second by role, without a request
     figures: tuple[Figures, ...]
 
 
@@ -30,8 +29,14 @@ def to_json(result: GatewayResult) -> dict[str, Any]:
 
 def to_markdown(result: GatewayResult) -> str:
     """Return the facts, a table of streams, one of requests, and the errors."""
-    lines = [f"{result.server}; {result.machine}; medians of {result.repeats}." if result.repeats > 1 else ""]
-    lines = lines if lines[0] else [f"{result.server}; {result.machine}."]
+    how_often = "one run" if result.repeats == 1 else f"medians of {result.repeats} runs"
+    at_rest = ", ".join(f"{role} {1e3 * seconds:.1f}" for role, seconds in result.rest_s.items())
+    all_rest_ms = 1e3 * sum(result.rest_s.values())
+    lines = [
+        f"{result.server}; {how_often}. {result.machine}.",
+        "",
+        f"At rest it takes {all_rest_ms:.0f} ms a second ({at_rest}), which is in the costs.",
+    ]
     streams = [one for one in result.figures if one.load.is_streamed]
     single = [one for one in result.figures if not one.load.is_streamed]
     if streams:
@@ -53,7 +58,7 @@ def _table(figures: Sequence[Figures], *, scale: float) -> list[str]:
     return markdown_table(headings, (_cells(one, roles, scale) for one in figures), num_left=2)
 
 
-def _cells(one: Figures, roles: Sequence[str], scale: float) -> Iterator[str] | list[str]:
+def _cells(one: Figures, roles: Sequence[str], scale: float) -> list[str]:
     load = one.load
     digits = 0 if load.is_streamed else 2
     size = f"{load.num_clients} x {load.num_tokens}" if load.is_streamed else str(load.num_clients)
