@@ -30,7 +30,8 @@ def to_json(result: GatewayResult) -> dict[str, Any]:
 def to_markdown(result: GatewayResult) -> str:
     """Return the facts, a table of streams, one of requests, and the errors."""
     how_often = "one run" if result.repeats == 1 else f"medians of {result.repeats} runs"
-    at_rest = ", ".join(f"{role} {1e3 * seconds:.1f}" for role, seconds in result.rest_s.items())
+    dearest = sorted(result.rest_s.items(), key=lambda item: -item[1])
+    at_rest = ", ".join(f"{role} {1e3 * seconds:.1f}" for role, seconds in dearest)
     all_rest_ms = 1e3 * sum(result.rest_s.values())
     lines = [
         f"{result.server}; {how_often}. {result.machine}.",

@@ -174,6 +174,11 @@ def raise_open_files() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(soft, hard, resource.RLIM_INFINITY), hard))
+
+
+def open_files(soft: int, hard: int, unlimited: int) -> int:
+    """Return how many open files to allow, given both limits of the system: no fewer than now."""
+    if unlimited in (soft, hard):
+        return soft if soft == unlimited else max(soft, OPEN_FILES)
+    return max(soft, min(OPEN_FILES, hard))
