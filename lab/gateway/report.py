@@ -73,8 +73,9 @@ def _cells(one: Figures, roles: Sequence[str], scale: float) -> list[str]:
     cells += [shown(one.floor_ratio, 1, 1), shown(one.num_per_s, 1, 0)]
     cells += [shown(one.wait_p50_s, 1e3, 1), shown(one.wait_last_s, 1e3, 0)]
     if load.is_streamed:
-        share = shown(one.events_per_token, 1, 3)
-        cells.append(share if not one.errors else f"**{share}, see errors**")
+        cells.append(shown(one.events_per_token, 1, 3))
+    if one.errors:
+        cells[-1] = f"**{cells[-1]}, see errors**"
     return cells
 
 

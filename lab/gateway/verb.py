@@ -94,7 +94,7 @@ def _run(
     from outrider.lab.gateway.report import GatewayResult
 
     loads = all_loads(
-        _doors(doors, url),
+        _doors(doors, url, pid),
         num_streams=num_streams,
         num_tokens=num_tokens,
         num_clients=num_clients,
@@ -106,7 +106,6 @@ def _run(
     raise_open_files()
     with contextlib.ExitStack() as stack:
         if url is None:
-            _refuse_pid(pid)
             server = stack.enter_context(_own_server(model, loads, options.step_s))
             words = f"Outrider, {server.model}'s tokenizer, steps of {step_ms:g} ms without a model, no drafts"
         else:
@@ -117,19 +116,16 @@ def _run(
     return GatewayResult(machine=machine, server=words, repeats=repeats, rest_s=rest_s, figures=tuple(figures))
 
 
-def _doors(doors: str, url: str | None) -> list[Door]:
+def _doors(doors: str, url: str | None, pid: int | None) -> list[Door]:
     from outrider.lab.gateway.loads import Door
 
     if url is None:
+        if pid is not None:
+            raise ValueError("pid: it is that of --url, which is not given")
         return list(Door) if doors == "both" else [Door(doors)]
     if doors == Door.GRPC:
         raise ValueError("door: grpc is our own service's; at --url it is http")
     return [Door.HTTP]
-
-
-def _refuse_pid(pid: int | None) -> None:
-    if pid is not None:
-        raise ValueError("pid: it is that of --url, which is not given")
 
 
 def running_server(url: str, pid: int | None, model: str | None) -> Server:

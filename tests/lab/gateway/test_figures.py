@@ -54,6 +54,18 @@ def test_errors_of_all_repeats_are_told_once() -> None:
     assert figures.events_per_token == pytest.approx((989 * 2 + 750) / 3000)
 
 
+def test_a_load_that_nobody_answered_has_no_figures() -> None:
+    figures = figures_of([run_of({GATEWAY: 0.4}, num_events=[], waits_s=[], num_errors=4, errors=["lost"])])
+    assert (figures.together_s, figures.num_per_s, figures.wait_p50_s, figures.costs_s) == (None, None, None, {})
+    assert figures.errors == ("4 of 4 failed: lost",)
+    assert "**0.000, see errors**" in to_markdown(result_of(figures))
+
+
+def test_what_failed_is_not_divided_by() -> None:
+    figures = figures_of([run_of({GATEWAY: 0.3}, num_events=[250] * 3, num_errors=1, errors=["lost"])])
+    assert figures.together_s == pytest.approx(4e-4)
+
+
 def result_of(*figures: Figures) -> GatewayResult:
     return GatewayResult(machine="a machine", server="a server", repeats=1, rest_s={GATEWAY: 0.02}, figures=figures)
 
@@ -63,7 +75,8 @@ def test_a_page_has_a_table_of_streams_and_one_of_requests() -> None:
     page = to_markdown(result_of(streams, figures_of([run_of({GATEWAY: 0.4}, load=REQUESTS, num_events=[])])))
     assert "a server; one run. a machine." in page
     assert "20 ms a second (gateway 20.0)" in page
-    header, row = (line for line in page.splitlines() if "| gateway |" in line or "4 x 250" in line)
+    header = next(line for line in page.splitlines() if "| gateway |" in line)
+    row = next(line for line in page.splitlines() if "4 x 250" in line)
     columns = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     assert list(columns)[3:6] == ["nginx", GATEWAY, RANK]  # strangers first, ours in the order of a request's way
     shown = {name: columns[name] for name in (GATEWAY, RANK, "together", "floor", "÷ floor", "last, ms")}
