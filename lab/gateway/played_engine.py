@@ -26,6 +26,7 @@ from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.ranks import RankSpec, connect, keep_loaded
+from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.verification import DoneVerification
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
@@ -87,7 +88,8 @@ def voice_of(spec: PlayedSpec) -> Voice:
 class PlayedRunner:
     """A `Runner` whose forward is a pause; its `verify` is the engine's."""
 
-    block_size, num_blocks, states = BLOCK_SIZE, NUM_BLOCKS, None
+    block_size, num_blocks = BLOCK_SIZE, NUM_BLOCKS
+    states: StatePool | None = None
 
     def __init__(self, spec: PlayedSpec, *, pause: Callable[[float], None] = time.sleep) -> None:
         self.vocab_size, self.max_model_len = spec.vocab_size, spec.max_model_len
