@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +67,12 @@ def snapshot(first: int, *, without: Collection[int] = ()) -> dict[int, Spent]:
 
 def spent_between(before: Mapping[int, Spent], after: Mapping[int, Spent]) -> dict[str, float]:
     """Return the seconds that each role took between two snapshots; a process that is new began at 0."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for pid, now in after.items():
         then = before.get(pid)
-        seconds[now.role] += now.seconds - (0.0 if then is None else then.seconds)
-    return dict(seconds)
+        spent_s = now.seconds - (0.0 if then is None else then.seconds)
+        seconds[now.role] = seconds.get(now.role, 0.0) + spent_s
+    return seconds
 
 
 def processor_s(pid: int) -> float:

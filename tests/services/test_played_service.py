@@ -20,7 +20,8 @@ from services.live_service import LiveService, SharedRay
 pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
 
 CALL = {"name": "find", "arguments": {"path": "a.py"}}
-ANSWERS = ("Nothing was found.", f"<tool_call>{json.dumps(CALL)}</tool_call>")
+# as the family writes it: the grammar of calls, which is the real one, takes nothing else
+ANSWERS = ("Nothing was found.", f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>")
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]
 
