@@ -117,6 +117,10 @@ ROOMS = {
     "lab/peers": (
         "lab bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"
     ),
+    "lab/gateway": (
+        "bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
+        "verifier_service/model verifier_service/sampling verifier_service/links verifier_service/engine"
+    ),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
         "bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
@@ -133,7 +137,7 @@ ROOMS = {
         "verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
-        "lab bench peers corpus head replay simulate demo cluster/common cluster/router cluster/config "
+        "lab bench gateway peers corpus head replay simulate demo cluster/common cluster/router cluster/config "
         "cluster/replicas cluster/offline cluster/client cluster/cli"
     ),
 }

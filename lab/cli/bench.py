@@ -19,6 +19,7 @@ from outrider.cluster.common.terminal import console_of, parse_numbers, show_pro
 from outrider.lab.bench.drafters import drafters
 from outrider.lab.bench.gpu import gpu
 from outrider.lab.bench.profile import profile
+from outrider.lab.gateway.verb import gateway
 from outrider.lab.peers.verb import peers as peers_verb
 from outrider.lab.replay.replay import replay
 
@@ -100,6 +101,8 @@ def bench() -> None:
 
     peers: our engine beside others, each in an environment of its own, which `make peers` makes.
 
+    gateway: what a served token costs outside the model, by process.
+
     profile: where a step of our engine spends its time; gpu: what one accelerator gives.
 
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
@@ -107,6 +110,7 @@ def bench() -> None:
 
 
 bench.add_command(drafters)
+bench.add_command(gateway)
 bench.add_command(gpu)
 bench.add_command(peers_verb)
 bench.add_command(profile)
