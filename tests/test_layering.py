@@ -108,13 +108,19 @@ ROOMS = {
         "common replies config replicas offline client verifier_service/model drafter_service/training"
     ),
     # what measures, simulates and shows it; nothing above imports this
-    "lab": "",
+    "lab": "verifier_service/messages verifier_service/model verifier_service/sampling",
     "lab/bench": (
-        "cluster/common cluster/config cluster/offline cluster/client verifier_service/messages verifier_service/model "
-        "verifier_service/engine drafter_service/engine drafter_service/heads drafter_service/head_drafters "
-        "drafter_service/service drafter_service/embedded"
+        "lab cluster/common cluster/config cluster/offline cluster/client verifier_service/messages "
+        "verifier_service/model verifier_service/engine drafter_service/engine drafter_service/heads "
+        "drafter_service/head_drafters drafter_service/service drafter_service/embedded"
     ),
-    "lab/peers": ("bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"),
+    "lab/peers": (
+        "lab bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"
+    ),
+    "lab/gateway": (
+        "bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
+        "verifier_service/model verifier_service/sampling verifier_service/links verifier_service/engine"
+    ),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
         "bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
@@ -127,12 +133,12 @@ ROOMS = {
         "verifier_service/scheduling"
     ),
     "lab/demo": (
-        "cluster/common cluster/router cluster/gateway cluster/config cluster/replicas cluster/client proto "
+        "lab cluster/common cluster/router cluster/gateway cluster/config cluster/replicas cluster/client proto "
         "verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
-        "bench peers corpus head replay simulate demo cluster/common cluster/router cluster/config cluster/replicas "
-        "cluster/offline cluster/client cluster/cli"
+        "lab bench gateway peers corpus head replay simulate demo cluster/common cluster/router cluster/config "
+        "cluster/replicas cluster/offline cluster/client cluster/cli"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py

@@ -25,6 +25,7 @@ from outrider.cluster.replicas.directory_replica import DirectoryReplica
 from outrider.cluster.replicas.drafter_replica import DrafterReplica
 from outrider.cluster.replicas.gateway_replica import GatewayReplica
 from outrider.cluster.replicas.learner_replica import LearnerReplica
+from outrider.cluster.replicas.rank_actors import RankMain
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
@@ -67,8 +68,8 @@ def build_app(options: dict[str, Any]) -> Application:
         raise OptionsError(str(error)) from error
 
 
-def build(config: ServiceConfig) -> Application:
-    """Build the application of a configuration."""
+def build(config: ServiceConfig, main: RankMain | None = None) -> Application:
+    """Build the application of a configuration. `main`: what the ranks of verifiers run in place of its engine."""
     config = config.with_options(device=config.model.settled_device)
     common_state_taps(config.drafter_specs)  # refuses pools that read different states
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
@@ -83,7 +84,7 @@ def build(config: ServiceConfig) -> Application:
     # Serve deploys everything that the ingress is bound to
     learners = _learners(config, router)
     pools = _drafter_pools(config, router, learners)
-    return gateway.bind(config, router, learners, *_verifiers(config, router), *pools)
+    return gateway.bind(config, router, learners, *_verifiers(config, router, main), *pools)
 
 
 def build_drafters(config: DraftersConfig) -> Application:
@@ -103,7 +104,7 @@ def build_drafters_app(options: dict[str, Any]) -> Application:
         raise OptionsError(str(error)) from error
 
 
-def _verifiers(config: ServiceConfig, router: Application) -> list[Application]:
+def _verifiers(config: ServiceConfig, router: Application, main: RankMain | None) -> list[Application]:
     """Bind the verifiers, those of role prefill on their own."""
     stop_s = config.drain_timeout_s + STOP_MARGIN_S
     verifier = _deployment(
@@ -118,7 +119,7 @@ def _verifiers(config: ServiceConfig, router: Application) -> list[Application]:
         **config.verifier_placement.serve_options,
         graceful_shutdown_timeout_s=stop_s,
     )
-    bound = [verifier.bind(config, router, config.role)]
+    bound = [verifier.bind(config, router, config.role, main)]
     if config.verifiers.num_prefill_verifiers.most:
         prefill = _deployment(
             VerifierReplica,
@@ -127,7 +128,7 @@ def _verifiers(config: ServiceConfig, router: Application) -> list[Application]:
             **config.prefill_placement.serve_options,
             graceful_shutdown_timeout_s=stop_s,
         )
-        bound.append(prefill.bind(config, router, VerifierRole.PREFILL))
+        bound.append(prefill.bind(config, router, VerifierRole.PREFILL, main))
     return bound
 
 

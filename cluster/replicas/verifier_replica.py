@@ -20,7 +20,7 @@ from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.missed_weights import MissedWeights
 from outrider.cluster.replicas.node_address import internal_address
-from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
+from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors, RankMain
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
 from outrider.cluster.router.scaling_figures import VerifierFigures
@@ -58,8 +58,9 @@ class VerifierReplica:
     """One replica of the target model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ServiceConfig, router: Any, role: VerifierRole
+        self, config: ServiceConfig, router: Any, role: VerifierRole, main: RankMain | None = None
     ) -> None:
+        """`main`: what the ranks run; None: the configuration's engine."""
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
@@ -87,7 +88,8 @@ class VerifierReplica:
         self._table = RequestTable(self._send)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
-        self._drafters = await self._start_engine(config)
+        main = verifier_main(config, internal_address(config.links)) if main is None else main
+        self._drafters = await self._start_engine(config, main)
         self._host.on_close(self._drafters.close)
         if self._handovers is not None:
             self._host.on_close(self._handovers.close)
@@ -103,9 +105,9 @@ class VerifierReplica:
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
-    async def _start_engine(self, config: ServiceConfig) -> Drafters:
+    async def _start_engine(self, config: ServiceConfig, main: RankMain) -> Drafters:
         """Load the engine; return its drafters."""
-        main, placement = verifier_main(config, internal_address(config.links)), config.verifier_placement
+        placement = config.verifier_placement
         plugins, timeout_s = None, START_TIMEOUT_S
         if isinstance(main, VllmSpec):
             plugins, timeout_s = PluginsDrafters(), LONG_START_TIMEOUT_S

@@ -86,6 +86,7 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
     from outrider.lab.bench.drafter_arms import measure
     from outrider.lab.bench.drafters_report import result_of, to_json, to_markdown, to_table
     from outrider.lab.bench.pairs import describe_machine
+    from outrider.lab.same_tokens import plain_decoding, require_same
 
     with ExitStack() as stack:
         try:
@@ -95,14 +96,18 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
         machine = describe_machine()
         on_run = stack.enter_context(show_progress(plan.num_runs))
         try:
-            result = result_of(plan, machine, measure(plan, clock=time.perf_counter, on_run=on_run))
+            measurements = measure(plan, clock=time.perf_counter, on_run=on_run)
         except BenchError as error:
             raise click.ClickException(str(error)) from error
+        model = plan.groups[0][0].config.verifier_spec.model
+        result = result_of(plan, machine, measurements, plain_decoding(model))
     console_of(PLAIN_WIDTH).print(to_table(result))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result))
+    if result.tally is not None:
+        require_same(result.tally)
 
 
 @contextmanager

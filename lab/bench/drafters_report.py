@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ from rich.text import Text
 
 from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.bench.drafter_arms import OFF, BenchPlan, Measurement, Place
-from outrider.lab.bench.figures import Machine, Workload, first_difference
+from outrider.lab.bench.figures import Machine, Workload
+from outrider.lab.same_tokens import Pair, Reference, Tally, compare, first_difference
 from outrider.verifier_service.messages.request import SpeculationMetrics
 
 FORMAT_VERSION = 1
@@ -78,13 +79,17 @@ class DraftersResult:
     num_tree_nodes: int
     repeats: int
     rows: tuple[DrafterRow, ...]
+    tally: Tally | None  # of all answers beside plain decoding's; None: sampled tokens are not compared
 
 
 # --- figures ---
 
 
-def result_of(plan: BenchPlan, machine: Machine, measurements: Sequence[Measurement]) -> DraftersResult:
-    """Add the runs up."""
+def result_of(
+    plan: BenchPlan, machine: Machine, measurements: Sequence[Measurement], load: Callable[[], Reference]
+) -> DraftersResult:
+    """Add the runs up; `load` brings plain decoding where tokens differ."""
+    is_greedy = plan.workload.temperature == 0.0
     return DraftersResult(
         machine=machine,
         target=plan.target,
@@ -95,13 +100,14 @@ def result_of(plan: BenchPlan, machine: Machine, measurements: Sequence[Measurem
         rows=rows_of(
             measurements,
             num_positions=plan.workload.num_speculative_tokens,
-            compare=plan.workload.temperature == 0.0,
+            compares=is_greedy,
         ),
+        tally=compare(_pairs(plan.workload, measurements), load) if is_greedy else None,
     )
 
 
-def rows_of(measurements: Sequence[Measurement], *, num_positions: int, compare: bool) -> tuple[DrafterRow, ...]:
-    """Make a line of every arm at every concurrency; with `compare` its tokens are held against plain decoding's."""
+def rows_of(measurements: Sequence[Measurement], *, num_positions: int, compares: bool) -> tuple[DrafterRow, ...]:
+    """Make a line of every arm at every concurrency; with `compares` its tokens are held against plain decoding's."""
     by_arm: dict[tuple[int, str, Place], list[Measurement]] = {}
     for found in measurements:
         by_arm.setdefault((found.concurrency, found.name, found.place), []).append(found)
@@ -110,9 +116,29 @@ def rows_of(measurements: Sequence[Measurement], *, num_positions: int, compare:
         for found in measurements
         if found.name == OFF
     }
-    plain = next(found.run.token_ids for found in measurements if found.name == OFF)
+    plain = _plain(measurements)
     order = sorted(by_arm, key=lambda key: key[0])  # stable: arms stay in the order in which they were first measured
-    return tuple(_row(by_arm[key], baselines, num_positions, plain if compare else None) for key in order)
+    return tuple(_row(by_arm[key], baselines, num_positions, plain if compares else None) for key in order)
+
+
+def _plain(measurements: Sequence[Measurement]) -> Sequence[Sequence[int]]:
+    return next(found.run.token_ids for found in measurements if found.name == OFF)
+
+
+def _pairs(workload: Workload, measurements: Sequence[Measurement]) -> list[Pair]:
+    """Return every answer beside plain decoding's first one."""
+    return [
+        Pair(
+            what=f"{found.name}, {found.place}, concurrency {found.concurrency}, prompt {index + 1}",
+            prompt=prompt,
+            expected=expected,
+            given=given,
+        )
+        for found in measurements
+        for index, (prompt, expected, given) in enumerate(
+            zip(workload.prompts, _plain(measurements), found.run.token_ids, strict=True)
+        )
+    ]
 
 
 def _row(
@@ -296,7 +322,7 @@ def notes(result: DraftersResult) -> list[str]:
 
 
 def _differences(result: DraftersResult) -> str:
-    if any(row.num_differing_prompts is None for row in result.rows):
+    if result.tally is None:
         return "Sampled tokens are not compared."
     what = f"Prompts (of {len(result.workload.prompts)}) whose greedy tokens differ from plain decoding's"
     differing = [
@@ -306,4 +332,4 @@ def _differences(result: DraftersResult) -> str:
     ]
     if not differing:
         return f"{what}: none, in any arm."
-    return f"{what} (near-ties of float32 sums may fall either way): {'; '.join(differing)}. In all other rows none."
+    return f"{what}: {'; '.join(differing)}. In all other rows none. Over all repeats: {result.tally}."

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.lab.same_tokens import Pair, Tally, first_difference
+
 # the arms
 LIBRARY = "transformers generate"
 LIBRARY_ASSISTED = "transformers assisted"
@@ -150,11 +152,12 @@ class BenchResult:
     machine: Machine
     target: str
     draft: str | None
-    baseline: str  # the arm that ratios and differences refer to
+    baseline: str  # the arm that ratios refer to
     workload: Workload
     repeats: int
     read_bytes_per_s: Mapping[int, float]  # threads -> median over the repeats
     rows: tuple[Row, ...]
+    tallies: tuple[Tally, ...] = ()  # of each pair, our arms' tokens beside plain decoding's
     notes: tuple[str, ...] = field(default=())
 
 
@@ -197,34 +200,43 @@ def median_figures(repeats: Sequence[Figures]) -> Figures:
     return Figures(**medians)
 
 
-def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Return where two token sequences part; None where they are equal."""
-    for index, (token, expected) in enumerate(zip(tokens, reference, strict=False)):
-        if token != expected:
-            return index
-    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
-
-
 def rows_of(
     pair: str, measurements: Sequence[Measurement], weight_bytes: int, *, baseline: str, compare: bool
 ) -> list[Row]:
     """Make a table line of every arm at every concurrency, in the order of their first measurement.
 
-    With `compare`, tokens are compared with the baseline's first run at the smallest concurrency.
+    With `compare`, tokens are compared with those of our own plain decoding.
     """
     cells: dict[tuple[int, str], list[Measurement]] = {}
     for measurement in measurements:
         cells.setdefault((measurement.concurrency, measurement.arm), []).append(measurement)
-    reference = _reference(measurements, baseline) if compare else None
+    reference = _plain(measurements) if compare else None
     return [
         _row(pair, cell, cells.get((concurrency, baseline)), weight_bytes, reference)
         for (concurrency, _), cell in cells.items()
     ]
 
 
-def _reference(measurements: Sequence[Measurement], baseline: str) -> RunTrace | None:
-    runs = [measurement for measurement in measurements if measurement.arm == baseline]
+def _plain(measurements: Sequence[Measurement]) -> RunTrace | None:
+    """Return plain decoding's first run at the smallest concurrency."""
+    runs = [measurement for measurement in measurements if measurement.arm == OFF]
     return min(runs, key=lambda run: (run.concurrency, run.repeat)).trace if runs else None
+
+
+def answer_pairs(pair: str, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]]) -> list[Pair]:
+    """Return every answer of our own arms beside plain decoding's; another library's may be other ones."""
+    plain = _plain(measurements)
+    return [
+        Pair(
+            what=f"{pair}, concurrency {run.concurrency}, {run.arm}, prompt {index + 1}",
+            prompt=prompt,
+            expected=plain.requests[index].token_ids,
+            given=run.trace.requests[index].token_ids,
+        )
+        for run in measurements
+        for index, prompt in enumerate(prompts)
+        if plain is not None and run.arm not in (LIBRARY, LIBRARY_ASSISTED)
+    ]
 
 
 def _row(

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -37,9 +37,14 @@ from outrider.lab.bench.gpu_measure import (
     forward_s,
     head_draft_s,
     name_of,
+    prompt_of,
     tokens_of,
 )
 from outrider.lab.bench.gpu_models import FULL, TINY, BenchShape, models
+from outrider.lab.same_tokens import Pair, Tally, compare, plain_decoding, require_same
+
+if TYPE_CHECKING:
+    from outrider.cluster.config.service_config import ServiceConfig
 
 OFF, IN_TURN, VLLM = "off", "in turn", "vLLM"
 COLD, KNOWN, OWN_PROCESS = "co-located, cold", "co-located, known", "own process, cold"
@@ -62,8 +67,7 @@ class GpuResult:
     head_s: float | None = None  # of an EAGLE-3 head's draft of four; None: not with several ranks
     graphs: dict[str, Any] = field(default_factory=dict)
     rates: dict[str, list[Rate]] = field(default_factory=dict)  # by who drafts
-    num_exact: dict[str, int] = field(default_factory=dict)  # by dtype, of the prompts: drafted and plain are the same
-    num_prompts: int = 0
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by dtype: drafted answers beside plain ones
     acceptance: float | None = None  # of the drafts of these prompts, which were verified whatever they cost
 
     @property
@@ -109,7 +113,6 @@ class GpuBench:
             result.five_rows_s = forward_s(offline.runner, NUM_ROWS, shape.prompt_length, clock)
             self._say(f"forward of one row {1e3 * result.one_row_s:.2f} ms, of five {1e3 * result.five_rows_s:.2f} ms")
             plain, _ = tokens_of(offline, shape)
-            result.num_prompts = len(plain)
             self._decode(OFF, offline)
             if isinstance(offline.engine, PipelinedEngine):
                 offline.engine.launches_early = False
@@ -130,8 +133,8 @@ class GpuBench:
             if is_apart:
                 return
             drafted, self.result.acceptance = tokens_of(offline, self._shape)
-            self._note_exact("as it is served", plain, drafted)
             self._decode(KNOWN, offline)
+        self._note_exact("as it is served", config, plain, drafted)
 
     def exact(self, shape: BenchShape) -> None:
         """Compare drafted and plain tokens in float32, in a model of the same width."""
@@ -140,9 +143,10 @@ class GpuBench:
         with models(shape) as (target, draft):
             found: list[list[list[int]]] = []
             for drafter in (None, draft):
-                with OfflineEngine(configured(shape, target, drafter, **self._options)) as offline:
+                config = configured(shape, target, drafter, **self._options)
+                with OfflineEngine(config) as offline:
                     found.append(tokens_of(offline, shape)[0])
-        self._note_exact("float32, at reduced depth", *found)
+            self._note_exact("float32, at reduced depth", config, *found)
 
     def beside_vllm(self, target: Path) -> None:
         """Measure vLLM with the same model."""
@@ -162,9 +166,16 @@ class GpuBench:
 
         return tell
 
-    def _note_exact(self, name: str, plain: list[list[int]], drafted: list[list[int]]) -> None:
-        same = self.result.num_exact[name] = sum(own == other for own, other in zip(plain, drafted, strict=True))
-        self._say(f"drafted tokens are the plain ones, {name}: {same} of {len(plain)} prompts")
+    def _note_exact(self, name: str, config: ServiceConfig, plain: list[list[int]], drafted: list[list[int]]) -> None:
+        """Compare while the model's folder is there and no engine holds its memory."""
+        pairs = [
+            Pair(
+                what=f"{name}, prompt {index + 1}", prompt=prompt_of(self._shape, index), expected=expected, given=given
+            )
+            for index, (expected, given) in enumerate(zip(plain, drafted, strict=True))
+        ]
+        tally = self.result.tallies[name] = compare(pairs, plain_decoding(config.verifier_spec.model))
+        self._say(f"drafted tokens beside plain ones, {name}: {tally}")
 
 
 def run(
@@ -206,8 +217,8 @@ def to_markdown(result: GpuResult) -> str:
         ("steps replayed, eager", f"{graphs['num_replayed']}, {num_eager}" if graphs["num_graphs"] else "no graphs"),
         ("graphs", f"{graphs['num_graphs']}, captured in {graphs['capture_s']:.1f} s"),
         *(
-            (f"drafted tokens are the plain ones, {name}", f"{same} of {result.num_prompts} prompts")
-            for name, same in result.num_exact.items()
+            (f"drafted tokens are the plain ones, {name}", f"{tally.num_identical} of {tally.num_answers} prompts")
+            for name, tally in result.tallies.items()
         ),
         ("accepted of their drafts, as it was made", _share(result.acceptance)),
     ]
@@ -256,3 +267,4 @@ def gpu(tiny: bool, drafter_process: bool, json_file: Path | None, markdown_file
         json_file.write_text(json.dumps({**asdict(result), **figures}, indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(table + "\n")
+    require_same(*result.tallies.values())

@@ -41,9 +41,11 @@ from outrider.lab.bench.figures import (
     Measurement,
     Row,
     Workload,
+    answer_pairs,
     rows_of,
 )
 from outrider.lab.bench.inflate import inflate
+from outrider.lab.same_tokens import Tally, compare, plain_decoding
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -120,6 +122,7 @@ def run_bench(
     """Measure all arms on all pairs; `on_run` hears what is run next."""
     machine = describe_machine()
     rows: list[Row] = []
+    tallies: list[Tally] = []
     measurements: list[Measurement] = []
     is_greedy = options.workload.temperature == 0.0
     for pair, config in named_pairs:
@@ -128,6 +131,9 @@ def run_bench(
         gc.collect()  # the next pair's models need the room
         measurements += found
         rows += rows_of(pair, found, weight_bytes, baseline=options.baseline, compare=is_greedy)
+        if is_greedy:
+            answers = answer_pairs(pair, found, options.workload.prompts)
+            tallies.append(compare(answers, plain_decoding(config.verifier_spec.model)))
     return BenchResult(
         machine=machine,
         target=options.config.model.target_path,
@@ -137,6 +143,7 @@ def run_bench(
         repeats=options.repeats,
         read_bytes_per_s=_median_reads(measurements),
         rows=tuple(rows),
+        tallies=tuple(tallies),
     )
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.bench import figures as bench_figures
-from outrider.lab.bench.figures import LIBRARY_ASSISTED, BenchResult, Row
+from outrider.lab.bench.figures import LIBRARY_ASSISTED, OFF, BenchResult, Row
 
 FORMAT_VERSION = 1
 
@@ -161,12 +161,13 @@ def _differences(result: BenchResult) -> list[str]:
     if result.workload.temperature > 0.0:
         return ["Sampled tokens are not compared."]
     num_prompts = len(result.workload.prompts)
-    what = f"Prompts (of {num_prompts}) whose greedy tokens differ from {result.baseline}'s"
+    what = f"Prompts (of {num_prompts}) whose greedy tokens differ from {OFF}'s"
     rows = [row for row in result.rows if row.first_differences]
     if not rows:
         return [f"{what}: none, in any arm."]
     counts = "; ".join(f"{_place(row)}: {len(row.first_differences or {})}" for row in rows)
-    return [f"{what} (near-ties of float32 sums may fall either way): {counts}. In all other rows none."]
+    found = "; ".join(map(str, result.tallies))
+    return [f"{what}: {counts}. In all other rows none.", f"Of Outrider's own, over all repeats: {found}."]
 
 
 def _place(row: Row) -> str:

@@ -19,12 +19,14 @@ from outrider.cluster.common.terminal import console_of, parse_numbers, show_pro
 from outrider.lab.bench.drafters import drafters
 from outrider.lab.bench.gpu import gpu
 from outrider.lab.bench.profile import profile
+from outrider.lab.gateway.verb import gateway
 from outrider.lab.peers.verb import peers as peers_verb
 from outrider.lab.replay.replay import replay
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from outrider.lab.bench.figures import BenchResult
     from outrider.lab.bench.load import LoadPoint
     from outrider.lab.bench.pairs import BenchOptions
     from outrider.lab.bench.report import Column
@@ -99,6 +101,8 @@ def bench() -> None:
 
     peers: our engine beside others, each in an environment of its own, which `make peers` makes.
 
+    gateway: what a served token costs outside the model, by process.
+
     profile: where a step of our engine spends its time; gpu: what one accelerator gives.
 
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
@@ -106,6 +110,7 @@ def bench() -> None:
 
 
 bench.add_command(drafters)
+bench.add_command(gateway)
 bench.add_command(gpu)
 bench.add_command(peers_verb)
 bench.add_command(profile)
@@ -143,7 +148,6 @@ def throughput(**options: Any) -> None:
 def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     from outrider.lab.bench.arms import BenchError
     from outrider.lab.bench.pairs import pairs, run_bench
-    from outrider.lab.bench.report import to_json, to_markdown, to_table
 
     with contextlib.ExitStack() as stack:
         with usage_errors():
@@ -154,11 +158,20 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
             result = run_bench(bench_options, named_pairs, clock=clock, on_run=on_run)
         except BenchError as error:
             raise click.ClickException(str(error)) from error
+    report(result, columns, json_file, markdown_file)
+
+
+def report(result: BenchResult, columns: Sequence[Column], json_file: Path | None, markdown_file: Path | None) -> None:
+    """Show a result and write it; raise `click.ClickException` where tokens are not plain decoding's."""
+    from outrider.lab.bench.report import to_json, to_markdown, to_table
+    from outrider.lab.same_tokens import require_same
+
     _show(to_table(result, columns))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result, columns))
+    require_same(*result.tallies)
 
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.lab.demo.ask import Answer, Client, Wish
-from outrider.lab.demo.comparison import Comparison, require_same
+from outrider.lab.demo.comparison import Comparison, paired
 from outrider.lab.demo.paint import Painter, legend
 from outrider.lab.demo.questions import Question
 from outrider.lab.demo.waiting import Count, show_wait
@@ -29,7 +29,7 @@ async def show_answers(
 ) -> list[Comparison]:
     """Ask every client its questions, the first one to edit files as well, then all questions again.
 
-    `knows_answers`: the drafter remembers what was answered. Raises `click.ClickException` where drafts changed a text.
+    `knows_answers`: the drafter remembers what was answered.
     """
     console.print(Text("\nAnswers, greedy; every token by its origin:", "bold"))
     for line in legend(console):
@@ -65,5 +65,13 @@ async def _compare(
         painter = Painter(console)
         on.append(await client.ask(question, Wish(max_tokens=max_tokens), painter.write))
         painter.end()
-        require_same(off[len(on) - 1], on[-1], f"{client.name}: {question.shown}")
-    return Comparison(what=f"{what} by {client.name} ({len(on)})", story=story, off=tuple(off), on=tuple(on))
+    return Comparison(
+        what=f"{what} by {client.name} ({len(on)})",
+        story=story,
+        off=tuple(off),
+        on=tuple(on),
+        pairs=tuple(
+            paired(f"{client.name}: {question.shown}", question, *both)
+            for question, *both in zip(questions, off, on, strict=True)
+        ),
+    )

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import click
-
 from outrider.lab.demo.ask import Answer
+from outrider.lab.demo.questions import Question
+from outrider.lab.same_tokens import Pair
 
 WON, LOST = 1.05, 0.97  # on ÷ off, beyond which drafts made a difference
 REASONS = {
@@ -30,6 +30,7 @@ class Comparison:
     off: tuple[Answer, ...]
     on: tuple[Answer, ...]
     seconds: tuple[float, float] | None = None  # that all took together, off and on; None: they came one by one
+    pairs: tuple[Pair, ...] = ()  # answers that must be the same; none where each had a question of its own
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -83,12 +84,6 @@ def rate(answers: Sequence[Answer]) -> float:
     return sum(len(answer.tokens) - 1 for answer in answers) / seconds if seconds else 0.0
 
 
-def require_same(expected: Answer, answer: Answer, what: str) -> None:
-    """Raise `click.ClickException` unless both answers have the same tokens."""
-    if answer.token_ids != expected.token_ids:
-        pairs = enumerate(zip(expected.token_ids, answer.token_ids, strict=False))
-        shorter = min(len(expected.tokens), len(answer.tokens))
-        first = next((index for index, (before, after) in pairs if before != after), shorter)
-        raise click.ClickException(
-            f"{what}: token {first + 1} differs from plain decoding's\nplain: {expected.text!r}\nhere: {answer.text!r}"
-        )
+def paired(what: str, question: Question, plain: Answer, answer: Answer) -> Pair:
+    """Return two answers to one question, which must have the same tokens."""
+    return Pair(what=what, prompt=question.token_ids, expected=plain.token_ids, given=answer.token_ids)

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.lab.demo.ask import ACCEPTED, PLAIN, Answer, Client, Token, Wish
-from outrider.lab.demo.comparison import require_same
+from outrider.lab.demo.comparison import paired
 from outrider.lab.demo.fleet import Fleet
 from outrider.lab.demo.paint import Painter
 from outrider.lab.demo.questions import Question
 from outrider.lab.demo.waiting import Count, show_wait
+from outrider.lab.same_tokens import Pair, first_difference
 
 MAX_TOKENS = 128
 KILL_AFTER = 32  # tokens
@@ -47,6 +48,7 @@ class Kill:
     """What a drafter's end did to a stream."""
 
     answer: Answer
+    pair: Pair  # with what it must be
     struck_s: float
     recovery: Recovery
 
@@ -59,11 +61,11 @@ class Kill:
 
     @property
     def outcome(self) -> str:
-        """Say what was lost: nothing but time."""
-        return (
-            f"none of {len(self.answer.tokens)} tokens changed; longest pause {self.longest_pause_s * 1e3:.0f} ms; "
-            f"{self.recovery.after(self.struck_s)}"
-        )
+        """Say what was lost: nothing but time, or the first token that changed."""
+        place = first_difference(self.pair.given, self.pair.expected)
+        changed = "none" if place is None else f"token {place + 1}"
+        changed += f" of {len(self.answer.tokens)} tokens changed"
+        return f"{changed}; longest pause {self.longest_pause_s * 1e3:.0f} ms; {self.recovery.after(self.struck_s)}"
 
 
 class _Assassin:
@@ -86,7 +88,7 @@ class _Assassin:
 
 
 async def show_kill(console: Console, client: Client, fleet: Fleet, question: Question) -> Kill:
-    """Stream, kill the drafter on the way, wait for the next one; raises `click.ClickException` for another token."""
+    """Stream, kill the drafter on the way, wait for the next one."""
     console.print(Text("\nA drafter killed in mid-stream, drafts pinned on:", "bold"))
     await fleet.pin_drafts()
     await fleet.wait_for_drafter(RECOVERY_S)
@@ -98,11 +100,11 @@ async def show_kill(console: Console, client: Client, fleet: Fleet, question: Qu
     console.print(Text(f"\n{client.name} > {question.shown}", "bold"), soft_wrap=True)
     answer = await client.ask(question, Wish(max_tokens=MAX_TOKENS, ignore_eos=True), assassin.take)
     painter.end()
-    require_same(plain, answer, "a drafter killed in mid-stream")
     if assassin.struck_s is None:
         raise click.ClickException(f"the stream ended before its token {KILL_AFTER}")
     recovery = await _recovery(client, fleet, question, dead)
-    kill = Kill(answer=answer, struck_s=assassin.struck_s, recovery=recovery)
+    pair = paired("a drafter killed in mid-stream", question, plain, answer)
+    kill = Kill(answer=answer, pair=pair, struck_s=assassin.struck_s, recovery=recovery)
     console.print(Text(f"\n{kill.outcome}", "dim"), soft_wrap=True)
     return kill
 

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 import grpc
 from ray._private import worker
 from rich.console import Console
-from rich.table import Table
 
 from outrider.cluster.client.openai_client import ServerError
 from outrider.cluster.config.known_models import is_embedded
@@ -23,11 +22,13 @@ from outrider.cluster.replicas.serving import running_service
 from outrider.lab.demo.answers import show_answers
 from outrider.lab.demo.ask import Client, Wish, open_clients
 from outrider.lab.demo.burst import show_burst
+from outrider.lab.demo.comparison import Comparison
 from outrider.lab.demo.fleet import Fleet
-from outrider.lab.demo.kill import show_kill
+from outrider.lab.demo.kill import Kill, show_kill
 from outrider.lab.demo.questions import Question, questions_for
 from outrider.lab.demo.table import closing_table
 from outrider.lab.demo.waiting import show_phases
+from outrider.lab.same_tokens import Reference, compare, plain_decoding, require_same
 from outrider.verifier_service.model.ranks import free_ports
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
@@ -56,20 +57,30 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
             on_phase(f"serving {config.model.name} on http://{config.host}:{port} and grpc {config.host}:{grpc_port}")
         start_s = time.monotonic() - begin_s
         try:
-            table = asyncio.run(_acts(config, console, waves))
+            acts = asyncio.run(_acts(config, console, waves))
         except (ServerError, grpc.RpcError) as error:
             raise click.ClickException(str(error)) from error
         with show_phases() as on_phase:
             on_phase("stopping")
             service.close()
             on_phase("stopped")
-    console.print(table)
-    total_s = time.monotonic() - begin_s
-    console.print(f"\n{total_s:.0f} s in all, {start_s:.0f} s of them until the service was up", highlight=False)
+    took = f"{time.monotonic() - begin_s:.0f} s in all, {start_s:.0f} s of them until the service was up"
+    close(console, *acts, took=took, load=plain_decoding(config.verifier_spec.model))
 
 
-async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -> Table:
-    """Play the acts against a service that runs; returns what to close with."""
+def close(
+    console: Console, comparisons: Sequence[Comparison], kill: Kill, *, took: str, load: Callable[[], Reference]
+) -> None:
+    """Print the table, then what drafts changed; raise `click.ClickException` where they may not."""
+    console.print(closing_table(comparisons, kill))
+    console.print(f"\n{took}", highlight=False)
+    tally = compare([*(pair for comparison in comparisons for pair in comparison.pairs), kill.pair], load)
+    console.print(f"drafts on and off: {tally}", highlight=False)
+    require_same(tally)
+
+
+async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -> tuple[list[Comparison], Kill]:
+    """Play the acts against a service that runs."""
     codec = TextCodec(load_tokenizer(config.verifier_spec.model))
     questions, fleet = questions_for(config.model.model, codec), Fleet(config)
     async with open_clients(config, codec) as (http, over_grpc):
@@ -82,7 +93,7 @@ async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -
         comparisons = await show_answers(console, asked, questions.edits, knows_answers=remembers)
         comparisons += await show_burst(console, http, questions.burst, waves)
         kill = await show_kill(console, http, fleet, questions.long)
-    return closing_table(comparisons, kill)
+    return comparisons, kill
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.lab.peers.process import Answer, PeerError, PeerProcess
+from outrider.lab.same_tokens import num_identical
 
 FOLDER = Path(__file__).parent
 PROMPTS, PREFIX = FOLDER / "prompts.jsonl", FOLDER / "prefix.txt"
@@ -132,5 +133,4 @@ def paired_ratio(samples: Sequence[Sample], peer: str, other: str, load: str) ->
 def equal_prompts(samples: Sequence[Sample], peer: str, other: str, load: str) -> float:
     """Return the share of prompts of which both made the same tokens in the first repeat."""
     first = {s.peer: s.token_ids for s in samples if s.load == load and s.repeat == 0}
-    pairs = list(zip(first[peer], first[other], strict=True))
-    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
+    return num_identical(first[peer], first[other]) / len(first[peer])

@@ -26,6 +26,7 @@ import openai
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import num_identical
 
 PLAIN_WIDTH = 120
 MAX_TOKENS = 200  # of a call: the schemas end long before
@@ -162,7 +163,7 @@ async def measure_calls(client: openai.AsyncOpenAI, model: str, num_calls: int, 
 
     on = await asyncio.gather(*(call(number, True) for number in range(num_calls)))
     off = await asyncio.gather(*(call(number, False) for number in range(num_calls)))
-    num_equal = sum(mine.text == other.text for mine, other in zip(on, off, strict=True))
+    num_equal = num_identical(*([answer.text for answer in answers] for answers in (on, off)))
     valid = [sum(is_valid(_calls(answer.text)) for answer in answers) for answers in (on, off)]
     return [
         ["drafts", f"{valid[0]} / {num_calls}", f"{num_equal} / {num_calls}", f"{tokens_per_verification(on):.2f}"],
@@ -194,7 +195,7 @@ async def measure_edits(client: openai.AsyncOpenAI, model: str) -> list[list[str
             name,
             f"{tokens_per_verification(given):.2f}",
             f"{sum(answer.num_tokens for answer in given) / sum(answer.seconds for answer in given):.0f}",
-            f"{sum(answer.text == text for answer, text in zip(given, expected, strict=True))} / {len(given)}",
+            f"{num_identical([answer.text for answer in given], expected)} / {len(given)}",
         ]
         for name, given in answers.items()
     ]

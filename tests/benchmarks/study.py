@@ -76,7 +76,7 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; apart: prefill and decode on verifiers of
     their own, under streams and long prompts; clients: required tool calls and predicted edits of a running server;
     device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text changes; exact:
-    a real model's tokens with drafts and without; experts: what steps read of a mixture, and experts in host memory;
+    a real model's tokens in company, with drafts; experts: what steps read of a mixture, and experts in host memory;
     far: what priced drafts bring with a drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO
     moves its policy; kv: KV blocks in use at so many tokens per second; moves: running requests move to a verifier that
     joins, or stay; multi: several drafters' trees in one; objectives: what drafters trained to lower each loss are

@@ -1,8 +1,12 @@
-"""Answers as a service might have streamed them."""
+"""Answers as a service might have streamed them, and a reference that is asked where they differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 from outrider.lab.demo.ask import Answer, Speculation, Token
+from outrider.lab.same_tokens import Seeded
 
 
 def played_answer(
@@ -20,3 +24,20 @@ def played_answer(
 def plain_answer(num_tokens: int, **options: float | int | str | None) -> Answer:
     """Return an answer of so many tokens without drafts."""
     return played_answer(*[(" word", "plain")] * num_tokens, **options)
+
+
+@dataclass
+class FakeReference:
+    """Leads by the margin of a text's last token, and writes tokens as numbers."""
+
+    margins: Mapping[int, float] = field(default_factory=dict)
+    otherwise: float = 0.5
+    may_tip: bool = False
+    asked: list[tuple[list[int], Seeded | None]] = field(default_factory=list)
+
+    def margin(self, token_ids: Sequence[int], seeded: Seeded | None) -> float:
+        self.asked.append((list(token_ids), seeded))
+        return self.margins.get(token_ids[-1], self.otherwise)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))

@@ -19,6 +19,7 @@ from ray.serve.config import HTTPOptions
 from outrider.cluster.common.reports import ROUTER_ERRORS
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.replicas.app import build
+from outrider.cluster.replicas.rank_actors import RankMain
 from outrider.cluster.replicas.serving import deploy, fetch_models, own_ray_options, start_ray
 from outrider.cluster.router.fleet import DrafterReport, DrafterState, VerifierState
 from outrider.verifier_service.model.ranks import free_ports
@@ -32,7 +33,8 @@ class Streamed:
     """What a stream brought, and when."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
+    prompt_token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
+    token_ids: list[int] = field(default_factory=list)  # likewise
     arrivals_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class LiveService:
                 streamed.arrivals_s.append(time.monotonic())
                 choice = event["choices"][0]
                 streamed.text += choice["text"]
+                streamed.prompt_token_ids += choice.get("prompt_token_ids") or []
                 streamed.token_ids += choice.get("token_ids") or []
                 streamed.finish_reason = choice["finish_reason"] or streamed.finish_reason
                 streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
@@ -172,15 +175,18 @@ class SharedRay:
         self._service: LiveService | None = None
         self._http_port = 0  # Serve's proxy keeps it, so do all services without TLS
 
-    def service(self, *, wait_for_drafts: bool = True, **options: Any) -> LiveService:
+    def service(
+        self, *, wait_for_drafts: bool = True, main: Callable[[ServiceConfig], RankMain] | None = None, **options: Any
+    ) -> LiveService:
         """Return the service that stands if it has these options, else one in its place.
 
-        Speculation is pinned on, and drafts are waited for, unless said otherwise.
+        Speculation is pinned on, and drafts are waited for, unless said otherwise. `main`: what verifiers run instead
+        of the configuration's engine; such a service is always a new one.
         """
-        if self._service is None or options != self._options:
+        if self._service is None or options != self._options or main is not None:
             self._clear()
-            self._service = self._deployed(options)
-            self._options = options
+            self._service = self._deployed(options, main)
+            self._options = options if main is None else None
         if wait_for_drafts:
             self._service.wait_for_drafts()
         return self._service
@@ -189,7 +195,7 @@ class SharedRay:
         self._clear()
         self._exit.close()
 
-    def _deployed(self, options: dict[str, Any]) -> LiveService:
+    def _deployed(self, options: dict[str, Any], main: Callable[[ServiceConfig], RankMain] | None) -> LiveService:
         if not self._http_port:
             self._start()
         secure_port, grpc_port = free_ports(2)
@@ -198,7 +204,7 @@ class SharedRay:
         usual = {"speculation": "always", "threads_per_rank": 1, "kv_cache_memory_bytes": 256 << 20}
         config = ServiceConfig(**{**usual, "port": port, "grpc_port": grpc_port, **options})
         fetch_models(config)
-        deploy(build(config))
+        deploy(build(config, None if main is None else main(config)))
         return LiveService(config)
 
     def _start(self) -> None:

@@ -42,6 +42,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
+from outrider.verifier_service.sampling.verification import Verification, begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.start_phases import tell_phase
@@ -51,7 +52,12 @@ MAX_PROFILED_TOKENS = 512  # larger steps are extrapolated by the slope, which i
 
 
 def build_engine(
-    runner: Runner, spec: VerifierSpec, drafts: DraftClient, *, has_grammars: bool = True
+    runner: Runner,
+    spec: VerifierSpec,
+    drafts: DraftClient,
+    *,
+    has_grammars: bool = True,
+    verify: Callable[..., Verification] = begin,
 ) -> VerifierEngine:
     """Build scheduler, KV pool and drafting around a loaded model; without grammars, structured output is refused."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
@@ -87,6 +93,7 @@ def build_engine(
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=grammars,
         pricing=pricing,
+        verify=verify,
     )
 
 

@@ -28,6 +28,7 @@ import httpx
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import first_difference
 
 PLAIN_WIDTH = 120
 ARMS = ("with", "without", "placebo")
@@ -116,7 +117,8 @@ async def measure_turns(client: httpx.AsyncClient, num_conversations: int) -> tu
             for arm in random.Random(number).sample(ARMS, k=len(ARMS)):
                 held[arm].append(await converse(client, arm, kind, f"{time.time_ns()}-{next(salts)}", number))
         for three in zip(*held.values(), strict=True):
-            num_other += len({(*first.token_ids, -1, *second.token_ids) for first, second in three}) > 1
+            one, *others = ([*first.token_ids, -1, *second.token_ids] for first, second in three)
+            num_other += any(first_difference(other, one) is not None for other in others)
         rows += [_turns_row(kind, arm, held[arm], held["without"]) for arm in ARMS]
     return rows, num_other
 

@@ -17,6 +17,7 @@ from benchmarks.draft_lengths.rollouts import (
     biases_of,
     expected_length,
     lengths_of,
+    pairs_of,
     requests_of,
     to_rows,
 )
@@ -33,6 +34,19 @@ def test_all_arms_ask_for_the_same_samples_and_share_no_history():
     assert keys[HISTORY] == {f"{HISTORY} 0", f"{HISTORY} 1"}
     assert not keys[HISTORY] & keys[LENGTHS]
     assert all(keys[arm] == {""} for arm in ARMS if arm not in (HISTORY, LENGTHS))
+
+
+def test_every_sample_is_held_against_the_one_without_drafts():
+    biases = biases_of(STUDY, 1, {7: 3})
+    found = {}
+    for arm in (OFF, HISTORY):
+        requests = requests_of(STUDY, arm, 1, biases)
+        tokens = {request.request_id.split("/")[2]: [place] for place, request in enumerate(requests)}
+        found[arm] = [Epoch(tokens=tokens, requests=requests)]
+    found[HISTORY][0].tokens["1 2"] = [9]
+    pairs = pairs_of(found)
+    assert [pair.what for pair in pairs if pair.given != pair.expected] == [f"{HISTORY}/1/1 2"]
+    assert (pairs[-1].prompt, pairs[-1].expected, pairs[-1].seeded.biases) == ((3, 4), [5], ((7, biases[0].bias),))
 
 
 def test_epochs_differ_in_lengths_seeds_and_policy():

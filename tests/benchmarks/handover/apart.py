@@ -25,11 +25,12 @@ import httpx
 import numpy as np
 
 from benchmarks.handover.links import table_of_links
-from benchmarks.weights.served_model import serving
+from benchmarks.weights.served_model import Told, in_float32, serving
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.peers.measure import PROMPTS
+from outrider.lab.same_tokens import Pair, compare, num_identical, require_same
 
 PLAIN_WIDTH = 140
 ALONE, TOGETHER, APART = "one verifier", "two that do both", "one for prompts, one that decodes"
@@ -42,6 +43,7 @@ CHARS_PER_TOKEN = 4  # of a long prompt: a guess
 SHORT_ANSWER = 8  # tokens: with drafts of four about three rounds
 NUM_SHORT = 16
 LONG_ANSWER = 8
+NUM_SHOWN = 40  # characters of a prompt, where its answers differ
 HEADINGS = ("service", "TTFT p50 (s)", "p99", "between outputs p50 (ms)", "p99", "longest", "tokens/s")
 CHECKS = ("same tokens", "accepted by position, drafts")
 
@@ -60,9 +62,14 @@ class Answered:
     """What came for one, and when, in seconds after its request."""
 
     arrivals_s: list[float] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # by position of a draft
     num_drafts: int = 0
+
+    @property
+    def told(self) -> Told:
+        return Told(prompt=self.prompt, token_ids=self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +79,27 @@ class Figures:
     first_s: Sequence[float]  # of the long prompts
     gaps_s: Sequence[float]  # of the streams
     tokens_per_s: float
-    answers: Sequence[Sequence[int]]
-    short: Sequence[Sequence[int]]
+    bodies: Sequence[dict[str, Any]]  # of all requests
+    answers: Sequence[Told]  # to them
     accepted: Sequence[int]
 
     def row(self, name: str, alone: Figures) -> list[str]:
-        own, whole = [*self.answers, *self.short], [*alone.answers, *alone.short]
-        num_same = sum(mine == theirs for mine, theirs in zip(own, whole, strict=True))
+        num_same = num_identical(*([told.token_ids for told in one.answers] for one in (self, alone)))
         first_s, gaps_ms = np.asarray(self.first_s), 1e3 * np.asarray(self.gaps_s)
         return [
             name,
             *(f"{np.quantile(first_s, share):.2f}" for share in (0.5, 0.99)),
             *(f"{np.quantile(gaps_ms, share):.0f}" for share in (0.5, 0.99, 1.0)),
             f"{self.tokens_per_s:.1f}",
-            f"{num_same} of {len(own)}",
+            f"{num_same} of {len(self.answers)}",
             " ".join(map(str, self.accepted)),
+        ]
+
+    def pairs(self, name: str, alone: Figures) -> list[Pair]:
+        """Return every answer beside that of one verifier."""
+        return [
+            told.beside(expected, f"{name}: {body['prompt'][:NUM_SHOWN]}", body)
+            for body, told, expected in zip(self.bodies, self.answers, alone.answers, strict=True)
         ]
 
 
@@ -121,6 +134,7 @@ def answer(http: httpx.Client, body: dict[str, Any]) -> Answered:
             event = json.loads(payload)
             if "error" in event:
                 raise click.ClickException(str(event["error"]))
+            found.prompt += event["choices"][0].get("prompt_token_ids") or []
             new = event["choices"][0].get("token_ids") or []
             if new:
                 found.arrivals_s.append(time.monotonic() - begin_s)
@@ -142,19 +156,24 @@ def load(http: httpx.Client, asks: Sequence[Ask], sleep: Callable[[float], None]
         return list(pool.map(one, asks))
 
 
-def figures_of(asks: Sequence[Ask], rounds: Sequence[tuple[float, list[Answered]]], short: list[Answered]) -> Figures:
-    """Sum up rounds of (seconds, answers)."""
-    pairs = [(ask, found) for _, answers in rounds for ask, found in zip(asks, answers, strict=True)]
-    streams = [found for ask, found in pairs if not ask.is_long]
+Round = tuple[float, Sequence[Ask], Sequence[Answered]]  # seconds
+
+
+def figures_of(rounds: Sequence[Round], short: Sequence[tuple[dict[str, Any], Answered]]) -> Figures:
+    """Sum up the rounds, and the short answers that came before."""
+    asked = [(ask, found) for _, asks, answers in rounds for ask, found in zip(asks, answers, strict=True)]
+    streams = [found for ask, found in asked if not ask.is_long]
     gaps_s = [later - earlier for one in streams for earlier, later in itertools.pairwise(one.arrivals_s)]
-    accepted = [sum(counts) for counts in itertools.zip_longest(*(one.accepted for one in short), fillvalue=0)]
+    accepted = [sum(counts) for counts in itertools.zip_longest(*(one.accepted for _, one in short), fillvalue=0)]
     return Figures(
-        first_s=[found.arrivals_s[0] for ask, found in pairs if ask.is_long],
+        first_s=[found.arrivals_s[0] for ask, found in asked if ask.is_long],
         gaps_s=gaps_s,
-        tokens_per_s=statistics.mean(sum(len(one.token_ids) for one in answers) / wall_s for wall_s, answers in rounds),
-        answers=[found.token_ids for _, found in pairs],
-        short=[found.token_ids for found in short],
-        accepted=[*accepted, sum(one.num_drafts for one in short)],
+        tokens_per_s=statistics.mean(
+            sum(len(one.token_ids) for one in answers) / wall_s for wall_s, _, answers in rounds
+        ),
+        bodies=[*(ask.body for ask, _ in asked), *(body for body, _ in short)],
+        answers=[found.told for _, found in (*asked, *short)],
+        accepted=[*accepted, sum(one.num_drafts for _, one in short)],
     )
 
 
@@ -164,14 +183,14 @@ def measure(http: httpx.Client, asks: Sequence[Ask], texts: Sequence[str], repea
         {"prompt": f"{place}: {texts[place]}", "max_tokens": SHORT_ANSWER, "temperature": 0}
         for place in range(NUM_SHORT)
     ]
-    short = [answer(http, body) for body in bodies]
-    rounds = []
+    short = [(body, answer(http, body)) for body in bodies]
+    rounds: list[Round] = []
     for repeat in range(repeats):
         own = [Ask({**ask.body, "prompt": f"{repeat} {ask.body['prompt']}"}, ask.is_long, ask.begins_s) for ask in asks]
         begin_s = time.monotonic()
         answers = load(http, own)
-        rounds.append((time.monotonic() - begin_s, answers))
-    return figures_of(asks, rounds, short)
+        rounds.append((time.monotonic() - begin_s, own, answers))
+    return figures_of(rounds, short)
 
 
 def served_with(arm: str, max_num_batched_tokens: int, further: str) -> list[str]:
@@ -232,10 +251,8 @@ def apart(
         f"each {every_s:g} s, {repeats} rounds."
     )
     show(title, markdown_table((*HEADINGS, *CHECKS), rows, num_left=1), markdown_file)
-    if any(
-        figures.answers != found[ALONE].answers or figures.short != found[ALONE].short for figures in found.values()
-    ):
-        raise click.ClickException("answers differ from those of one verifier")
+    pairs = [pair for name, figures in found.items() if name != ALONE for pair in figures.pairs(name, found[ALONE])]
+    require_same(compare(pairs, in_float32(model)))
 
 
 def show(title: str, table: list[str], markdown_file: Path | None) -> None:

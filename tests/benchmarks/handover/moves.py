@@ -23,10 +23,13 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.handover.apart import show
+from benchmarks.weights.served_model import Told, in_float32
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import markdown_table
+from outrider.cluster.config.known_models import EMBEDDED
 from outrider.drafter_service.embedded import draft_path, held_out_prompts
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import Pair, compare, num_identical, require_same
 from services.live_service import Streamed
 from services.raylets import QUICK, Deployed, deployed_service
 
@@ -45,10 +48,10 @@ class Figures:
     num_moved: int
     ends_s: Sequence[float]
     longest_pause_s: float  # between two chunks of a stream
-    answers: Sequence[str]
+    answers: Sequence[Told]
 
     def row(self, name: str, first: Figures) -> list[str]:
-        num_same = sum(own == other for own, other in zip(self.answers, first.answers, strict=True))
+        num_same = num_identical(*([told.token_ids for told in one.answers] for one in (self, first)))
         return [
             name,
             f"{self.joined_s:.1f}",
@@ -58,6 +61,11 @@ class Figures:
             f"{self.longest_pause_s:.2f}",
             f"{num_same} of {len(self.answers)}",
         ]
+
+    def pairs(self, name: str, first: Figures) -> list[Pair]:
+        """Return every answer beside the first arm's."""
+        both = enumerate(zip(self.answers, first.answers, strict=True))
+        return [told.beside(other, f"{name}, request {place}", {"temperature": 0}) for place, (told, other) in both]
 
 
 def moved_of(metrics: str) -> int:
@@ -73,7 +81,7 @@ def moved_of(metrics: str) -> int:
 
 def measure(deployed: Deployed, prompts: Sequence[str], *, num_requests: int, max_tokens: int, drafts: bool) -> Figures:
     """Send all requests at once, and wait for their ends."""
-    body = {"max_tokens": max_tokens, "ignore_eos": True, "disable_spec_decode": not drafts}
+    body = {"max_tokens": max_tokens, "ignore_eos": True, "disable_spec_decode": not drafts, "return_token_ids": True}
     begin_s = time.monotonic()
     joined: list[float] = []
     is_over = threading.Event()
@@ -99,7 +107,7 @@ def measure(deployed: Deployed, prompts: Sequence[str], *, num_requests: int, ma
         num_moved=moved_of(httpx.get(f"{deployed.service.base_url}/metrics", timeout=30.0).text),
         ends_s=[end_s for _, end_s in found],
         longest_pause_s=max(streamed.longest_pause_s for streamed, _ in found),
-        answers=[streamed.text for streamed, _ in found],
+        answers=[Told(prompt=streamed.prompt_token_ids, token_ids=streamed.token_ids) for streamed, _ in found],
     )
 
 
@@ -133,5 +141,5 @@ def moves(num_requests: int, max_tokens: int, drafts: bool, markdown_file: Path 
     )
     rows = [figures.row(name, first) for name, figures in found.items()]
     show(title, markdown_table(HEADINGS, rows, num_left=1), markdown_file)
-    if any(figures.answers != first.answers for figures in found.values()):
-        raise click.ClickException("answers differ")
+    pairs = [pair for name, figures in found.items() if figures is not first for pair in figures.pairs(name, first)]
+    require_same(compare(pairs, in_float32(EMBEDDED)))

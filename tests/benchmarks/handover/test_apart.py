@@ -10,6 +10,7 @@ import pytest
 from benchmarks.handover.apart import APART, ARMS, Answered, Ask, answer, asks_of, figures_of, load, served_with
 from benchmarks.handover.links import BYTES_PER_TOKEN, Handed, row_of
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.lab.same_tokens import Pair, Seeded
 
 TEXTS = ["Count the stars. ", "Name a river. "]
 
@@ -37,8 +38,9 @@ def test_streams_come_first_and_long_prompts_share_no_beginning():
 
 def test_an_answer_is_its_tokens_and_its_last_counts():
     metrics = {"speculative_decoding": {"num_accepted_per_position": [2, 1], "num_drafts": 3}}
-    found = answer(client(event([1]), event([]), event([2, 3], metrics=metrics)), {"prompt": "a"})
-    assert found.token_ids == [1, 2, 3]
+    begin = json.dumps({"choices": [{"text": "", "token_ids": [1], "prompt_token_ids": [7, 8]}]})
+    found = answer(client(f"data: {begin}\n\n", event([]), event([2, 3], metrics=metrics)), {"prompt": "a"})
+    assert (found.prompt, found.token_ids) == ([7, 8], [1, 2, 3])
     assert len(found.arrivals_s) == 2, "what brings no token is no output"
     assert (found.accepted, found.num_drafts) == ([2, 1], 3)
 
@@ -51,9 +53,14 @@ def test_every_request_waits_for_its_time():
 
 
 def test_figures_tell_streams_from_prompts_and_count_what_differs():
-    asks = [Ask({}, False), Ask({}, True)]
-    rounds = [(2.0, [Answered([0.5, 0.6, 0.9], [1, 2, 3]), Answered([1.5], [4])])]
-    figures = figures_of(asks, rounds, [Answered([0.1], [5], [1, 0], 2), Answered([0.1], [6], [1, 1, 1], 2)])
+    asks = [
+        Ask({"prompt": "A river.", "seed": 3, "temperature": 0.8}, False),
+        Ask({"prompt": "B", "temperature": 0}, True),
+    ]
+    rounds = [(2.0, asks, [Answered([0.5, 0.6, 0.9], [8], [1, 2, 3]), Answered([1.5], [9], [4])])]
+    bodies = [{"prompt": "a", "temperature": 0}, {"prompt": "b", "temperature": 0}]
+    short = [Answered([0.1], [7], [5], [1, 0], 2), Answered([0.1], [7], [6], [1, 1, 1], 2)]
+    figures = figures_of(rounds, list(zip(bodies, short, strict=True)))
     assert figures.first_s == [1.5]
     assert figures.gaps_s == pytest.approx([0.1, 0.3])
     assert figures.tokens_per_s == 2.0
@@ -61,8 +68,14 @@ def test_figures_tell_streams_from_prompts_and_count_what_differs():
     row = figures.row("x", figures)
     assert row[:2] == ["x", "1.50"]
     assert row[-2:] == ["4 of 4", "2 1 1 4"]
-    other = figures_of(asks, [(2.0, [Answered([0.5, 0.6], [1, 9]), Answered([1.5], [4])])], [])
-    assert other.row("y", figures_of(asks, rounds, []))[-2] == "1 of 2"
+    other = figures_of([(2.0, asks, [Answered([0.5, 0.6], [8], [1, 9]), Answered([1.5], [9], [4])])], [])
+    alone = figures_of(rounds, [])
+    assert other.row("y", alone)[-2] == "1 of 2"
+    seeded = Seeded(seed=3, temperature=0.8)
+    assert other.pairs("y", alone) == [
+        Pair(what="y: A river.", prompt=[8], expected=[1, 2, 3], given=[1, 9], seeded=seeded),
+        Pair(what="y: B", prompt=[9], expected=[4], given=[4]),
+    ]
 
 
 def test_an_arm_is_what_serve_takes():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.masks.tidar import ARMS, PLAIN, SAMPLINGS, Arm, differing, to_markdown
+from benchmarks.masks.tidar import ARMS, PLAIN, SAMPLINGS, Arm, pairs_of, to_markdown
+from fakes.played import FakeReference
+from outrider.lab.same_tokens import Seeded, compare
 
 
 def made_up() -> dict[str, Arm]:
@@ -18,10 +20,13 @@ def made_up() -> dict[str, Arm]:
 
 def test_tokens_must_be_plain_decodings_unless_they_are_drawn_anew() -> None:
     arms = made_up()
-    assert differing(arms) == []
     arms["by price"].tokens["greedy"] = [[1, 2, 3, 4], [5, 6, 7, 9]]
     arms["by price"].tokens["unseeded, temperature 1"] = [[0]]
-    assert differing(arms) == ["by price, greedy"]
+    pairs = pairs_of(arms, [(1,), (2,)])
+    assert {pair.seeded for pair in pairs} == {None, Seeded(seed=11, temperature=1.0)}
+    tally = compare(pairs, FakeReference)
+    assert [(each.what, each.place) for each in tally.differences] == [("by price, greedy, prompt 2", 3)]
+    assert tally.num_answers == (len(ARMS) - 1) * 2 * 2
 
 
 def test_the_table_has_tokens_and_rows_of_a_forward_and_speed_beside_plain_decoding() -> None:

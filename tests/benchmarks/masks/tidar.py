@@ -25,6 +25,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import Pair, Seeded, compare, plain_decoding, require_same
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -123,14 +124,20 @@ def open_arms(model: str, *, draft_length: int, opening: ExitStack) -> dict[str,
     return arms
 
 
-def differing(arms: Mapping[str, Arm]) -> list[str]:
-    """Name the arms and samplings whose tokens are not plain decoding's; unseeded ones may be any."""
+def pairs_of(arms: Mapping[str, Arm], prompts: Sequence[Sequence[int]]) -> list[Pair]:
+    """Return the other arms' answers beside plain decoding's, but for unseeded ones, which may be any."""
     return [
-        f"{name}, {sampling}"
+        Pair(
+            what=f"{name}, {sampling}, prompt {index + 1}",
+            prompt=prompts[index],
+            expected=expected,
+            given=arm.tokens[sampling][index],
+            seeded=Seeded(**options) if "seed" in options else None,
+        )
         for name, arm in arms.items()
         for sampling, options in SAMPLINGS.items()
-        if options["temperature"] == 0.0 or "seed" in options
-        if arm.tokens[sampling] != arms[PLAIN].tokens[sampling]
+        if name != PLAIN and (options["temperature"] == 0.0 or "seed" in options)
+        for index, expected in enumerate(arms[PLAIN].tokens[sampling])
     ]
 
 
@@ -180,7 +187,8 @@ def tidar(
         clock = time.process_time
     with ExitStack() as opening:
         arms = open_arms(str(model), draft_length=draft_length, opening=opening)
-        tokenizer = load_tokenizer(arms[PLAIN].offline.config.verifier_spec.model)
+        target = arms[PLAIN].offline.config.verifier_spec.model
+        tokenizer = load_tokenizer(target)
         prompts = [tokenizer.encode(prompt)[:128] for prompt in held_out_prompts()[:num_prompts]]
         for _, sampling, arm in itertools.product(range(repeats), SAMPLINGS, arms.values()):
             arm.run(sampling, prompts, max_tokens, concurrency, clock)
@@ -188,5 +196,6 @@ def tidar(
     console.print(f"{describe_machine()}")
     console.print(f"{num_prompts} prompts, {max_tokens} tokens each, {concurrency} at a time, {repeats} repeats")
     console.print(to_markdown(arms, sum(map(len, prompts)) - len(prompts)))
-    if wrong := differing(arms):
-        raise click.ClickException(f"tokens differ from plain decoding's: {'; '.join(wrong)}")
+    tally = compare(pairs_of(arms, prompts), plain_decoding(target))
+    console.print(f"Beside plain decoding: {tally}")
+    require_same(tally)

@@ -29,17 +29,18 @@ from typing import Any
 import click
 import httpx
 
-from benchmarks.weights.served_model import serving
+from benchmarks.weights.served_model import Told, in_float32, serving, told
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import Pair, compare, require_same
 
 PLAIN_WIDTH = 140
 POLL_S = 2.0
 OFF, ON, PLACEBO = "off", "on", "off again"
 NUM_BUCKETS = 12  # of a kind's time
 GAIN_SHARE = 0.9
-NUM_COMPARED = 8  # first answers of a kind, whose text must be the same in all services
+NUM_COMPARED = 8  # first answers of a kind, whose tokens must be the same in all services
 
 NAMES = ("width", "total", "index", "name", "path", "count", "user", "order", "price", "date", "queue", "limit", "key")
 VERBS = ("get", "set", "add", "remove", "find", "sort", "merge", "parse", "check", "load", "save", "count", "join")
@@ -79,7 +80,8 @@ class Answered:
     num_tokens: int
     num_accepted: int
     seconds: float
-    text: str
+    number: int  # of its prompt
+    told: Told
 
     @property
     def num_verifications(self) -> int:
@@ -181,8 +183,7 @@ def drift(
         markdown_file.write_text(f"{page}\n")
     if plot_file is not None:
         plot(arms, seconds, plot_file)
-    if len({tuple(told(arm)) for arm in arms.values()}) > 1:
-        raise click.ClickException("services said different tokens")
+    require_same(compare(pairs_of(arms, temperature), in_float32(model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +233,15 @@ class Load:
             asked_s = time.monotonic()
             answer = self._ask(http, place, number)
             now_s = time.monotonic()
-            choice = answer["choices"][0]
-            told = answer["metrics"]["speculative_decoding"]
+            speculation = answer["metrics"]["speculative_decoding"]
             found.append(
                 Answered(
                     end_s=now_s - begin_s,
                     num_tokens=answer["usage"]["completion_tokens"],
-                    num_accepted=told["num_accepted_tokens"],
+                    num_accepted=speculation["num_accepted_tokens"],
                     seconds=now_s - asked_s,
-                    text=f"{number} {choice.get('text') or choice['message']['content']}",
+                    number=number,
+                    told=told(answer),
                 )
             )
             time.sleep(random.Random(number).uniform(0.0, self.think_s))
@@ -248,6 +249,7 @@ class Load:
     def _ask(self, http: httpx.Client, place: int, number: int) -> dict[str, Any]:
         prompt = KINDS[self.model][place](random.Random(f"{place} {number}"))
         body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": number}
+        body["return_token_ids"] = True
         if self.model == "embedded":
             answer = http.post("/v1/completions", json=body | {"prompt": prompt, "ignore_eos": True})
         else:
@@ -257,11 +259,27 @@ class Load:
         return found
 
 
-def told(arm: Arm) -> list[str]:
-    """Return the first prompts' answers, by their numbers."""
-    wanted = {str(number) for number in range(NUM_COMPARED)}
-    texts = [answer.text for answers in arm.answers for answer in answers]
-    return sorted(text for text in texts if text.partition(" ")[0] in wanted)
+def pairs_of(arms: dict[str, Arm], temperature: float) -> list[Pair]:
+    """Return the first prompts' answers of both kinds beside those of the arm that does not learn."""
+    first = [
+        {
+            (place, answer.number): answer.told
+            for place, answers in enumerate(arm.answers)
+            for answer in answers
+            if answer.number < NUM_COMPARED
+        }
+        for arm in arms.values()
+    ]
+    expected = first[0]
+    return [
+        answers[place, number].beside(
+            expected[place, number],
+            f"{name}, kind {'AB'[place]}, prompt {number}",
+            {"seed": number, "temperature": temperature},
+        )
+        for name, answers in zip(arms, first, strict=True)
+        for place, number in sorted(expected.keys() & answers.keys())
+    ]
 
 
 def to_page(title: str, arms: dict[str, Arm], seconds: tuple[float, float]) -> str:

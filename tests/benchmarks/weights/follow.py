@@ -29,6 +29,7 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import num_identical
 from outrider.verifier_service.model.gguf import local_path
 
 PLAIN_WIDTH = 120
@@ -44,6 +45,7 @@ class Step:
     after: float  # tokens per verification in the first batch after an update
     before: float  # in the last batch before the next
     version: str  # of the drafter, at the end
+    tokens: Sequence[Sequence[int]]  # of all answers
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -71,8 +73,10 @@ def follow(model: str, speculative: str, learner: str, markdown_file: Path | Non
     console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
         markdown_file.write_text(f"{page}\n")
-    if len({tuple(step.reward for step in steps) for steps in arms.values()}) > 1:
-        raise click.ClickException("services drew different tokens")
+    for name, steps in arms.items():  # float32; the weights that drew them are gone: nobody can be asked for a margin
+        for number, (step, plain) in enumerate(zip(steps, arms[OFF], strict=True)):
+            if num_identical(step.tokens, plain.tokens) < len(plain.tokens):
+                raise click.ClickException(f"{name}: in step {number + 1} other tokens were drawn")
 
 
 def train(
@@ -110,6 +114,7 @@ def train(
                 after=tokens_per_verification(drawn[0]),
                 before=tokens_per_verification(drawn[-1]),
                 version=_drafter_version(http),
+                tokens=[sample.token_ids for batch in drawn for sample in batch],
             )
         )
         rollouts.update(policy, f"step {number + 1}")

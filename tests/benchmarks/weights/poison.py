@@ -25,13 +25,14 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.weights.served_model import serving
+from benchmarks.weights.served_model import Told, in_float32, serving, told
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import EMBEDDED, drafter_paths
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.drafter_service.service.speculative_config import Method
 from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.same_tokens import Tally, compare, require_same
 
 PLAIN_WIDTH = 140
 NUM_CLIENTS, NUM_PROMPTS, MAX_TOKENS = 4, 16, 96
@@ -74,17 +75,18 @@ def poison(markdown_file: Path | None) -> None:
             expected = [_answer(http, number) for number in range(NUM_PROMPTS)]
         learner = json.dumps(LEARNER | {"folder": f"{folder}/learner"})
         with serving("embedded", [*options, "--learner", learner], Path(folder) / "learning.log") as http:
-            rows = list(_rows(http, Path(folder), expected))
+            found = list(_rows(http, Path(folder), expected))
     headings = ("published by hand", "rolled back after (s)", "what the learner says", "answers", "changed")
+    rows = [[*cells, str(tally.num_answers), str(len(tally.differences))] for cells, tally in found]
     page = "\n".join([f"{describe_machine()}; embedded, eagle3", "", *markdown_table(headings, rows, num_left=1)])
     console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
         markdown_file.write_text(f"{page}\n")
-    if any(row[-1] != "0" for row in rows):
-        raise click.ClickException("tokens changed")
+    require_same(*(tally for _, tally in found))
 
 
-def _rows(http: httpx.Client, folder: Path, expected: list[str]) -> Iterator[tuple[str, ...]]:
+def _rows(http: httpx.Client, folder: Path, expected: list[Told]) -> Iterator[tuple[list[str], Tally]]:
+    """Yield each poison with the answers while it was there, beside those of a service that does not learn."""
     _until(lambda: bool(_learner(http)))
     head = Path(str(drafter_paths(EMBEDDED)[Method.EAGLE3]))
     for number, (name, spoil) in enumerate(POISONS.items(), start=1):
@@ -97,15 +99,17 @@ def _rows(http: httpx.Client, folder: Path, expected: list[str]) -> Iterator[tup
             http.post("/v1/learner/publish", json={"folder": str(broken)}).raise_for_status()
             _until(lambda number=number: _learner(http).get("num_rolled_back") == number)
             seconds = time.monotonic() - begin_s
-        num_changed = sum(text != expected[prompt] for prompt, text in answers)
+        pairs = [
+            answer.beside(expected[prompt], f"{name}, prompt {prompt}", _law(prompt)) for prompt, answer in answers
+        ]
         said = re.sub(r"^v\d+ ", "", _learner(http)["last_event"])
-        yield name, f"{seconds:.1f}", said, str(len(answers)), str(num_changed)
+        yield [name, f"{seconds:.1f}", said], compare(pairs, in_float32(EMBEDDED))
 
 
 @contextmanager
-def _load(http: httpx.Client) -> Iterator[list[tuple[int, str]]]:
+def _load(http: httpx.Client) -> Iterator[list[tuple[int, Told]]]:
     """Ask all the while; yields the answers so far, by prompt."""
-    answers: list[tuple[int, str]] = []
+    answers: list[tuple[int, Told]] = []
     is_over = threading.Event()
 
     def ask(number: int) -> None:
@@ -123,14 +127,17 @@ def _load(http: httpx.Client) -> Iterator[list[tuple[int, str]]]:
             client.result()
 
 
-def _answer(http: httpx.Client, number: int) -> str:
-    law: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 0.8, "seed": number}
+def _law(number: int) -> dict[str, Any]:
+    return {"temperature": 0.0} if number % 2 else {"temperature": 0.8, "seed": number}
+
+
+def _answer(http: httpx.Client, number: int) -> Told:
     prompts = held_out_prompts()
-    body = {"prompt": prompts[number % len(prompts)], "max_tokens": MAX_TOKENS, "ignore_eos": True, **law}
+    body = {"prompt": prompts[number % len(prompts)], "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    body |= {"return_token_ids": True, **_law(number)}
     answer = http.post("/v1/completions", json=body)
     answer.raise_for_status()
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+    return told(answer.json())
 
 
 def _learner(http: httpx.Client) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`outrider serve` in processes of its own, for studies that ask it as a client does."""
+"""`outrider serve` in processes of its own, for studies that ask it as a client does and compare what it says."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
 
+from outrider.cluster.config.known_models import path_of
+from outrider.lab.same_tokens import Pair, Reference, Seeded, plain_decoding
+from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import free_ports
 
 START_TIMEOUT_S, TIMEOUT_S = 180.0, 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An answer in token ids, and the prompt as the service read it."""
+
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+
+    def beside(self, expected: Told, what: str, asked: Mapping[str, Any]) -> Pair:
+        """Return both answers to one request; `asked`: its body, by which it was drawn."""
+        seeded = Seeded(seed=asked["seed"], temperature=asked["temperature"]) if asked["temperature"] else None
+        return Pair(what=what, prompt=expected.prompt, expected=expected.token_ids, given=self.token_ids, seeded=seeded)
+
+
+def told(answer: Mapping[str, Any]) -> Told:
+    """Read a whole answer of the OpenAI endpoints to a request with `return_token_ids`."""
+    choice = answer["choices"][0]
+    prompt = answer["prompt_token_ids"] if "prompt_token_ids" in answer else choice["prompt_token_ids"]
+    return Told(prompt=prompt, token_ids=choice["token_ids"])
+
+
+def in_float32(model: str) -> Callable[[], Reference]:
+    """Return what loads the plain decoding of a model that was served in float32."""
+    return plain_decoding(ModelConfig(path=path_of(model), dtype="float32"))
 
 
 @contextlib.contextmanager

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from benchmarks.weights.drift import KINDS, NUM_BUCKETS, Answered, Arm, gain_of, to_page, tokens_per_verification
+from benchmarks.weights.drift import (
+    KINDS,
+    NUM_BUCKETS,
+    NUM_COMPARED,
+    Answered,
+    Arm,
+    gain_of,
+    pairs_of,
+    to_page,
+    tokens_per_verification,
+)
+from benchmarks.weights.served_model import Told
+from outrider.lab.same_tokens import Seeded
+
+TOLD = Told(prompt=(1,), token_ids=(2, 3))
+
+
+def answered(**fields: Any) -> Answered:
+    return Answered(
+        **{"end_s": 0.0, "num_tokens": 2, "num_accepted": 0, "seconds": 1.0, "number": 0, "told": TOLD, **fields}
+    )
 
 
 def answers(seconds: float, lengths: list[float], num: int = 10) -> list[Answered]:
@@ -18,9 +39,7 @@ def answers(seconds: float, lengths: list[float], num: int = 10) -> list[Answere
             rounds = 40 + chance.randrange(5)
             tokens = int(rounds * length)
             end_s = (index + (place + 0.5) / num) * seconds / len(lengths)
-            found.append(
-                Answered(end_s=end_s, num_tokens=tokens, num_accepted=tokens - rounds, seconds=1.0, text=f"{index} a")
-            )
+            found.append(answered(end_s=end_s, num_tokens=tokens, num_accepted=tokens - rounds))
     return found
 
 
@@ -39,8 +58,8 @@ def test_what_lies_within_noise_is_no_gain():
 
 
 def test_tokens_per_verification_weighs_rounds_not_answers():
-    long = Answered(end_s=0.0, num_tokens=90, num_accepted=60, seconds=1.0, text="")
-    short = Answered(end_s=0.0, num_tokens=10, num_accepted=0, seconds=1.0, text="")
+    long = answered(num_tokens=90, num_accepted=60)
+    short = answered(num_tokens=10)
     assert tokens_per_verification([long, short]) == 100 / 40
 
 
@@ -55,6 +74,14 @@ def test_the_page_says_where_there_is_no_gain():
     assert "(none)" in rows["off"]
     assert "(none)" not in rows["on"]
     assert "| 20 |" in rows["on"]
+
+
+def test_the_first_answers_of_each_kind_are_held_against_those_of_the_arm_that_does_not_learn():
+    late, other = answered(number=NUM_COMPARED), answered(number=1, told=Told(prompt=(1,), token_ids=(2, 4)))
+    arms = {"off": Arm(([answered(), late], [answered(number=1)])), "on": Arm(([answered()], [other, late]))}
+    pairs = [pair for pair in pairs_of(arms, 0.8) if pair.what.startswith("on")]
+    assert [pair.what for pair in pairs] == ["on, kind A, prompt 0", "on, kind B, prompt 1"]
+    assert (pairs[1].expected, pairs[1].given, pairs[1].seeded) == ((2, 3), (2, 4), Seeded(seed=1, temperature=0.8))
 
 
 @pytest.mark.parametrize("model", KINDS)

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,34 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.weights.served_model import serving
+from benchmarks.weights.served_model import Told, in_float32, serving
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
 from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.peers.measure import PROMPTS
+from outrider.lab.same_tokens import Pair, Tally, compare, num_identical, require_same
 from outrider.verifier_service.model.gguf import local_path
 from tiny.refits import Trainer, perturb, trainer
 
 PLAIN_WIDTH = 120
 NUM_BUCKETS = 4  # of a trainer's update
 Answers = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """New weights, and what was answered with them."""
+
+    name: str
+    seconds: float  # that it took
+    tally: Tally  # beside a service that started with them
+    num_unlike: int  # answers that are other ones than those of the other weights
+
+    @property
+    def cells(self) -> list[str]:
+        counts = (self.tally.num_answers, self.tally.num_identical, self.num_unlike)
+        return [self.name, *map(str, counts), f"{self.seconds:.2f}"]
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -50,37 +67,45 @@ def updates(
     with tempfile.TemporaryDirectory() as folder:
         old, new = _write_two(path_of(model), Path(folder), noise)
         asks = _asks(num_answers, max_tokens)
-        rows = list(compare(old, new, asks, concurrency))
+        found = list(changes(old, new, asks, concurrency))
     headings = ("weights", "answers", "equal a fresh service's", "unlike the other weights'", "taken in (s)")
-    text = "\n".join(markdown_table(headings, [tuple(map(str, row)) for row in rows], num_left=1))
+    text = "\n".join(markdown_table(headings, [one.cells for one in found], num_left=1))
     page = f"{describe_machine()}; {model}, float32, {max_tokens} tokens an answer, noise {noise:g}\n\n{text}"
     console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
         markdown_file.write_text(f"{page}\n")
-    if any(row[2] != row[1] for row in rows):
-        raise click.ClickException("answers differ from those of a service that started with the weights")
+    require_same(*(one.tally for one in found))
 
 
-def compare(
-    old: Path, new: Path, asks: Sequence[dict[str, Any]], concurrency: int
-) -> Iterator[tuple[str, int, int, int, str]]:
-    """Yield a row per update: its name, answers, those equal to a fresh service's, those unlike the other weights'."""
+def changes(old: Path, new: Path, asks: Sequence[dict[str, Any]], concurrency: int) -> Iterator[Update]:
+    """Change the weights of a service to and fro; yield each update, held against a service that started with it."""
     with _serving(new) as http:
         of_new = _answers(http, asks, concurrency)
     with _serving(old) as http:
         of_old = _answers(http, asks, concurrency)
 
-        def row(name: str, seconds: float, fresh: Answers, other: Answers) -> tuple[str, int, int, int, str]:
+        def update(name: str, seconds: float, folder: Path) -> Update:
             own = _answers(http, asks, concurrency)
-            num_equal = sum(a == b for a, b in zip(own, fresh, strict=True))
-            num_unlike = sum(a != b for a, b in zip(own, other, strict=True))
-            return name, len(own), num_equal, num_unlike, f"{seconds:.2f}"
+            fresh, other = (of_new, of_old) if folder == new else (of_old, of_new)
+            tally = compare(_pairs(name, asks, own, fresh, folder), in_float32(str(folder)))
+            return Update(name=name, seconds=seconds, tally=tally, num_unlike=len(own) - num_identical(own, other))
 
-        yield row("a folder's", _from_folder(http, new), of_new, of_old)
-        yield row("back: a folder's", _from_folder(http, old), of_old, of_new)
+        yield update("a folder's", _from_folder(http, new), new)
+        yield update("back: a folder's", _from_folder(http, old), old)
         with trainer() as training:
-            yield row("a trainer's group, gloo", _from_group(http, training, new), of_new, of_old)
-        yield row("back: a folder's", _from_folder(http, old), of_old, of_new)
+            yield update("a trainer's group, gloo", _from_group(http, training, new), new)
+        yield update("back: a folder's", _from_folder(http, old), old)
+
+
+def _pairs(name: str, asks: Sequence[dict[str, Any]], own: Answers, fresh: Answers, folder: Path) -> list[Pair]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pairs = []
+    for ask, given, expected in zip(asks, own, fresh, strict=True):
+        prompt, sampling = tokenizer(ask["text"])["input_ids"], ask["sampling_params"]
+        law = {"seed": sampling["sampling_seed"], "temperature": sampling["temperature"]}
+        one, other = (Told(prompt=prompt, token_ids=token_ids) for token_ids in (given, expected))
+        pairs.append(one.beside(other, f"{name}: {ask['text']}", law))
+    return pairs
 
 
 def _write_two(path: str, folder: Path, noise: float) -> tuple[Path, Path]:

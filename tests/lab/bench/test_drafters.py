@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
 
 from fakes.backend import build_tokenizer
+from fakes.played import FakeReference
 from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
@@ -49,6 +51,7 @@ from outrider.lab.bench.drafters_report import (
 )
 from outrider.lab.bench.figures import Machine, Workload
 from outrider.lab.cli.bench import bench
+from outrider.lab.same_tokens import require_same
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, DraftSampling, Open
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.messages.wire import encode
@@ -250,7 +253,7 @@ def test_messages_pass_and_are_weighed_once() -> None:
 def measured(name: str, place: Place, tokens_per_s: float, **changes: object) -> Measurement:
     run = DrafterRun(
         elapsed_s=20 / tokens_per_s,
-        token_ids=((1,) * 10, (2,) * 10),
+        token_ids=((1,) * 10, (2,) * 9, (3,)),
         speculation=SpeculationMetrics(
             num_drafts=4,
             num_draft_tokens=10,
@@ -264,8 +267,8 @@ def measured(name: str, place: Place, tokens_per_s: float, **changes: object) ->
     return Measurement(**fields | changes)
 
 
-def table(*measurements: Measurement, compare: bool = True) -> dict[tuple[str, str], DrafterRow]:
-    return {(row.name, row.place.value): row for row in rows_of(measurements, num_positions=3, compare=compare)}
+def table(*measurements: Measurement, compares: bool = True) -> dict[tuple[str, str], DrafterRow]:
+    return {(row.name, row.place.value): row for row in rows_of(measurements, num_positions=3, compares=compares)}
 
 
 def test_figures_are_what_the_page_says() -> None:
@@ -296,19 +299,22 @@ def test_concurrencies_are_apart_and_in_order() -> None:
         for name, speed in ((OFF, 10), ("x", 30))
         for concurrency in (1, 8)
     ]
-    rows = rows_of(measurements, num_positions=3, compare=True)
+    rows = rows_of(measurements, num_positions=3, compares=True)
     assert [(row.concurrency, row.name) for row in rows] == [(1, OFF), (1, "x"), (8, OFF), (8, "x")]
 
 
 def test_prompts_whose_tokens_differ_in_any_repeat_are_counted() -> None:
     odd = measured("x", NEAR, 10, repeat=1)
-    odd = replace(odd, run=replace(odd.run, token_ids=((1,) * 10, (2,) * 9 + (3,))))
+    odd = replace(odd, run=replace(odd.run, token_ids=((1,) * 10, (2,) * 8 + (4,), (3,))))
     measurements = [*(measured(OFF, NEAR, 10, repeat=repeat) for repeat in (0, 1)), measured("x", NEAR, 10), odd]
     assert table(*measurements)["x", "near"].num_differing_prompts == 1
     assert table(*measurements)[OFF, "near"].num_differing_prompts == 0
-    assert table(*measurements, compare=False)["x", "near"].num_differing_prompts is None
-    result = result_of(plan(), MACHINE, measurements)
+    assert table(*measurements, compares=False)["x", "near"].num_differing_prompts is None
+    result = result_of(plan(), MACHINE, measurements, lambda: FakeReference(otherwise=0.01))
     assert "x, near, concurrency 1: 1." in notes(result)[-1]
+    assert notes(result)[-1].endswith("Over all repeats: 1 of 12 answers differ.")
+    with pytest.raises(click.ClickException, match="x, near, concurrency 1, prompt 2: token 9 differs"):
+        require_same(result.tally)
 
 
 def test_a_drafter_that_never_drafted_shows_so() -> None:
@@ -323,7 +329,7 @@ def test_a_drafter_that_never_drafted_shows_so() -> None:
 
 def test_table_page_and_document_say_the_same() -> None:
     measurements = [measured(OFF, NEAR, 10), measured("x", FAR, 20)]
-    result = result_of(plan(pair="target inflated to 1 M"), MACHINE, measurements)
+    result = result_of(plan(pair="target inflated to 1 M"), MACHINE, measurements, FakeReference)
     expected = ["x", "far", "20.0", "2.00", "2.50", "100 50 0", "2.5", "20 %", "15", "10", "5"]
     assert cells(result.rows[-1]) == expected
     assert len(headings(result)) == len(expected)

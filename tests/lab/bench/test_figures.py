@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.lab.bench.figures import (
+    LIBRARY,
+    OFF,
     DraftCounts,
     Figures,
     Measurement,
     RequestTrace,
     RunTrace,
+    answer_pairs,
     figures_of,
-    first_difference,
     median_figures,
     percentile,
     rows_of,
@@ -129,28 +131,35 @@ def test_without_a_baseline_there_is_nothing_to_compare_with() -> None:
     assert row.first_differences is None
 
 
-def test_the_first_difference_is_found() -> None:
-    assert first_difference((1, 2, 3), (1, 2, 3)) is None
-    assert first_difference((1, 9, 3), (1, 2, 3)) == 1
-    assert first_difference((1, 2), (1, 2, 3)) == 2
-
-
 def test_a_prompt_that_differs_in_any_repeat_is_reported() -> None:
     found = [
-        *(measurement("plain", repeat, run(1.0, (5, 6, 7))) for repeat in range(3)),
+        *(measurement(OFF, repeat, run(1.0, (5, 6, 7))) for repeat in range(3)),
         measurement("ours", 0, run(1.0, (5, 6, 7))),
         measurement("ours", 1, run(1.0, (5, 6, 0))),
         measurement("ours", 2, run(1.0, (5, 0, 7))),
     ]
-    rows = rows_of("pair", found, 1, baseline="plain", compare=True)
+    rows = rows_of("pair", found, 1, baseline=OFF, compare=True)
     assert [row.first_differences for row in rows] == [{}, {0: 1}]
-    assert [row.first_differences for row in rows_of("pair", found, 1, baseline="plain", compare=False)] == [None] * 2
+    assert [row.first_differences for row in rows_of("pair", found, 1, baseline=OFF, compare=False)] == [None] * 2
+
+
+def test_answers_of_our_own_arms_are_paired_with_plain_decodings() -> None:
+    found = [
+        measurement(LIBRARY, 0, run(1.0, (9,))),
+        measurement(OFF, 0, run(1.0, (5, 6)), concurrency=4),
+        measurement(OFF, 0, run(1.0, (5, 7)), concurrency=1),
+    ]
+    first, second = answer_pairs("as given", found, [(3, 4)])
+    assert (first.what, first.prompt) == (f"as given, concurrency 4, {OFF}, prompt 1", (3, 4))
+    assert (first.expected, first.given) == ((5, 7), (5, 6))
+    assert second.expected == second.given == (5, 7)
+    assert answer_pairs("as given", found[:1], [(3, 4)]) == []
 
 
 def test_tokens_are_compared_with_the_smallest_batch() -> None:
     found = [
-        measurement("plain", 0, run(1.0, (5, 6)), concurrency=4),
-        measurement("plain", 0, run(1.0, (5, 7)), concurrency=1),
+        measurement(OFF, 0, run(1.0, (5, 6)), concurrency=4),
+        measurement(OFF, 0, run(1.0, (5, 7)), concurrency=1),
     ]
-    rows = rows_of("pair", found, 1, baseline="plain", compare=True)
+    rows = rows_of("pair", found, 1, baseline=OFF, compare=True)
     assert [(row.concurrency, row.first_differences) for row in rows] == [(4, {0: 1}), (1, {})]

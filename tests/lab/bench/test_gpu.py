@@ -17,12 +17,14 @@ from outrider.lab.bench.gpu_beside import vllm_rates
 from outrider.lab.bench.gpu_measure import Rate, bandwidth_of
 from outrider.lab.bench.gpu_models import FULL, TINY
 from outrider.lab.bench.pairs import streamed_weight_bytes
+from outrider.lab.same_tokens import Difference, Tally
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.random_weights import read_recipe, write_recipe
 from outrider.verifier_service.model.settled import resolve_dtype
 from outrider.verifier_service.model.weights import Shard
 
 CPU = torch.device("cpu")
+TIPPED = Difference(what="prompt 9", place=2, margin=0.001, expected="5 6 7", given="5 6 8")
 
 
 def rate(streams: int, tokens_per_s: float, acceptance: float | None = None) -> Rate:
@@ -44,8 +46,7 @@ def test_figures_of_the_target_alone_and_ratios_to_it():
             "in turn": [rate(1, 100.0), rate(2, 125.0)],
             "co-located, cold": [rate(1, 250.0, 0.75), rate(2, 300.0)],
         },
-        num_exact={"as it is served": 63},
-        num_prompts=64,
+        tallies={"as it is served": Tally(num_answers=64, differences=(TIPPED,))},
     )
     assert result.roofline_share == pytest.approx(0.5)
     assert result.host_s == pytest.approx(0.003), "of the steps that hide nothing"
@@ -112,9 +113,8 @@ def test_the_tiny_shape_runs_on_a_cpu_and_its_drafts_change_no_token(tmp_path: P
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(path.read_text())
-    same = {"as it is served": TINY.num_prompts, "float32, at reduced depth": TINY.num_prompts}
-    assert figures["num_exact"] == same
-    assert figures["num_prompts"] == TINY.num_prompts
+    same = {"num_answers": TINY.num_prompts, "differences": [], "may_tip": False}
+    assert figures["tallies"] == {"as it is served": same, "float32, at reduced depth": same}
     assert list(figures["rates"]) == ["off", "co-located, cold", "co-located, known"]
     assert "co-located, known: 2 streams" in result.stderr
     assert 0.2 < figures["acceptance"] < 1.0

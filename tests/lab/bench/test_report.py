@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 
+import click
 import pytest
 from rich.console import Console
 
@@ -28,6 +29,8 @@ from outrider.lab.bench.report import (
     to_markdown,
     to_table,
 )
+from outrider.lab.cli.bench import report
+from outrider.lab.same_tokens import Difference, Tally
 
 FIGURES = Figures(
     tokens_per_s=123.44,
@@ -57,7 +60,7 @@ def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shi
     return Row(pair=pair, concurrency=concurrency, arm=arm, figures=figures, **fields)
 
 
-def result(*rows: Row, temperature: float = 0.0) -> BenchResult:
+def result(*rows: Row, temperature: float = 0.0, tallies: tuple[Tally, ...] = ()) -> BenchResult:
     return BenchResult(
         machine=MACHINE,
         target="/target",
@@ -67,6 +70,7 @@ def result(*rows: Row, temperature: float = 0.0) -> BenchResult:
         repeats=2,
         read_bytes_per_s={1: 8e9, 2: 15e9},
         rows=rows,
+        tallies=tallies,
     )
 
 
@@ -114,10 +118,21 @@ def test_machine_and_work_are_named(show) -> None:
 
 
 def test_differing_tokens_are_told() -> None:
-    (note,) = [note for note in footnotes(result(PLAIN, OURS, DIFFERING)) if "whose greedy tokens differ" in note]
+    differing = result(PLAIN, OURS, DIFFERING, tallies=(Tally(num_answers=12),))
+    note, verdict = [note for note in footnotes(differing) if "greedy tokens differ" in note or "repeats" in note][-2:]
+    assert verdict == "Of Outrider's own, over all repeats: all 12 answers are identical."
     assert f"as shipped, concurrency 4, {SHARED}: 1." in note
     assert "concurrency 1," not in note
     assert any("differ" in note and "none, in any arm" in note for note in footnotes(result(PLAIN, OURS)))
+
+
+def test_a_difference_is_an_error_after_table_and_files(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    difference = Difference(what=SHARED, place=2, margin=0.1, expected="a b c", given="a b d")
+    differing = result(PLAIN, DIFFERING, tallies=(Tally(num_answers=12, differences=(difference,)),))
+    with pytest.raises(click.ClickException, match="1 of 12 answers differ"):
+        report(differing, THROUGHPUT_COLUMNS, tmp_path / "bench.json", tmp_path / "bench.md")
+    for said in (capsys.readouterr().out, (tmp_path / "bench.json").read_text(), (tmp_path / "bench.md").read_text()):
+        assert "1 of 12 answers differ" in " ".join(said.split())
 
 
 def test_sampled_tokens_are_not_compared() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import click
 import pytest
 
 from fakes.played import plain_answer, played_answer
-from outrider.lab.demo.comparison import Comparison, require_same
+from outrider.lab.demo.comparison import Comparison, paired
+from outrider.lab.demo.questions import Question
+from outrider.lab.same_tokens import Pair
 
 PLAIN = plain_answer(11)
 DRAFTED = plain_answer(11, every_s=0.05, num_drafts=4, num_draft_tokens=16, num_accepted_tokens=6)
@@ -48,11 +49,7 @@ def test_a_ratio_needs_both_sides():
     assert (idle.ratio, idle.tokens_per_verification) == (None, None)
 
 
-def test_the_same_tokens_pass_whatever_their_origin():
-    require_same(played_answer(("a", "plain")), played_answer(("a", "accepted")), "HTTP")
-
-
-@pytest.mark.parametrize("tokens", [(("a", "plain"), ("xyz", "plain")), (("a", "plain"),)])
-def test_another_token_or_a_missing_one_is_an_error(tokens: tuple[tuple[str, str], ...]):
-    with pytest.raises(click.ClickException, match="HTTP: token 2 differs"):
-        require_same(played_answer(("a", "plain"), ("bc", "plain")), played_answer(*tokens), "HTTP")
+def test_two_answers_to_a_question_are_a_pair_whatever_their_origin():
+    question = Question(shown="why", path="/", fields={}, token_ids=(8, 9))
+    pair = paired("HTTP: why", question, played_answer(("a", "plain")), played_answer(("bc", "accepted")))
+    assert pair == Pair(what="HTTP: why", prompt=(8, 9), expected=[1], given=[2])
