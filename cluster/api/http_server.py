@@ -10,52 +10,16 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from outrider.cluster.api.http_connection import BoundedProtocol
 from outrider.cluster.common.security import TlsConfig
 
-MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096  # more are answered 503
-HEADERS_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.05
 LINGER_S = 0.5  # for a request that is under way on an open connection when a drain begins
-
-
-class PunctualProtocol(H11Protocol):
-    """Close a connection whose next request's headers do not arrive in time: it takes one of `MAX_CONNECTIONS`.
-
-    Between two requests, until the first byte, uvicorn's own shorter keep-alive time-out applies.
-    """
-
-    headers_timeout_s = HEADERS_TIMEOUT_S
-    _overdue: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
-
-    def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_watching()
-        elif self._overdue is None:
-            self._overdue = self.loop.call_later(self.headers_timeout_s, self.transport.abort)
-
-    def _stop_watching(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
 
 
 class _Server(uvicorn.Server):
@@ -118,12 +82,11 @@ class HttpServer:
         tls: TlsConfig | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
-        protocol: type[asyncio.Protocol] = PunctualProtocol,
+        protocol: type[asyncio.Protocol] = BoundedProtocol,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=protocol,  # h11: the only parser with bounded headers
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            http=protocol,
             limit_concurrency=max_connections,
             ws="none",
             lifespan="off",
