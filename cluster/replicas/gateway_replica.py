@@ -110,10 +110,7 @@ class GatewayReplica:
         self._grpc_server = await self._serve_grpc(config, keys)
         self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
         self._is_encrypted = config.tls is not None
-        self._http_server: HttpServer | None = None
-        if config.listens_itself:
-            self._http_server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
-            self._tasks.start(self._http_server.run(), "serve HTTP")
+        self._http_server = self._serve_http(config)
         tell_phase("ready")
 
     def _share_metrics(
@@ -138,6 +135,14 @@ class GatewayReplica:
                 *([self._tracing.interceptor()] if self._tracing is not None else []),
             ],
         )
+
+    def _serve_http(self, config: ServiceConfig) -> HttpServer | None:
+        """Start the HTTP server, unless clients come through Serve's proxies."""
+        if not config.listens_itself:
+            return None
+        server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
+        self._tasks.start(server.run(), "serve HTTP")
+        return server
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with its middleware."""

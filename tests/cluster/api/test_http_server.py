@@ -364,11 +364,14 @@ async def test_an_offer_of_another_protocol_is_passed_over(door: Door):
 
 async def test_connections_beyond_the_limit_are_told_so(door: Door):
     app = SlowApp()
-    async with serving(app, door.tls, max_connections=2) as (_, url):
-        async with door.client() as client, client.stream("GET", url) as response:
-            assert response.status_code == 200
-            assert (await door.get(url)).status_code == 503
-            app.released.set()
+    async with (
+        serving(app, door.tls, max_connections=2) as (_, url),
+        door.client() as client,
+        client.stream("GET", url) as response,
+    ):
+        assert response.status_code == 200
+        assert (await door.get(url)).status_code == 503
+        app.released.set()
 
 
 async def test_unusable_files_keep_the_server_from_starting(certificates: Certificates):
