@@ -86,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _without_offers(data: bytes) -> bytes:
-    """Hide that a client would like another protocol, as Java's does with its first request: the parser would not read
-    the request's body, which is then of neither protocol."""
+    """Hide that a client would like another protocol, as Java's does with its first request: the parser would pass over
+    the request's body. No byte more or less, or a body that holds such a line could become a request."""
     head, end, body = data.partition(b"\r\n\r\n")
-    return b"".join((_UPGRADE.sub(b"\r\nX-Upgrade:", head), end, body))
+    return b"".join((_UPGRADE.sub(b"\r\nIgnored:", head), end, body))

@@ -40,12 +40,14 @@ class _Server(uvicorn.Server):
         self.server_state.default_headers = [*self.server_state.default_headers, CLOSE_HEADER]
         await self._linger(min(LINGER_S, self.config.timeout_graceful_shutdown or 0.0))
         self.has_lingered = True
-        await super().shutdown(sockets)
+        for connecting in taken:
+            connecting.cancel()  # its TLS handshake has not ended
         await asyncio.gather(*taken, return_exceptions=True)
+        await super().shutdown(sockets)
 
     def _take(self, connection: socket.socket) -> asyncio.Task[Any]:
         def protocol() -> asyncio.BaseProtocol:
-            kind = self.config.http_protocol_class
+            kind: Any = self.config.http_protocol_class
             return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
         loop = asyncio.get_running_loop()

@@ -22,7 +22,6 @@ from outrider.cluster.replicas.serving import deploy, fetch_models, own_ray_opti
 from outrider.cluster.router.fleet import DrafterReport, DrafterState, VerifierState
 from outrider.verifier_service.model.ranks import free_ports
 
-HOST = "127.0.0.1"
 NUM_CPUS = 64  # Ray counts them to place ranks; here ranks share cores
 
 
