@@ -47,6 +47,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._stop_watching()
 
+    def shutdown(self) -> None:
+        if not self.transport.is_closing():  # closed twice, TLS of asyncio could be aborted no more
+            super().shutdown()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_parsed = 0

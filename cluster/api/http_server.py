@@ -19,7 +19,7 @@ from outrider.cluster.common.security import TlsConfig
 
 MAX_CONNECTIONS = 4096  # more are answered 503
 POLL_INTERVAL_S = 0.05
-LINGER_S = 0.5  # for a request that is under way on an open connection when a drain begins
+LINGER_S = 0.5  # for handshakes, and requests on open connections, that are under way when a drain begins
 
 
 class _Server(uvicorn.Server):
@@ -38,7 +38,7 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         self.server_state.default_headers = [*self.server_state.default_headers, CLOSE_HEADER]
-        await self._linger(min(LINGER_S, self.config.timeout_graceful_shutdown or 0.0))
+        await asyncio.sleep(min(LINGER_S, self.config.timeout_graceful_shutdown or 0.0))
         self.has_lingered = True
         for connecting in taken:
             connecting.cancel()  # its TLS handshake has not ended
@@ -52,13 +52,6 @@ class _Server(uvicorn.Server):
 
         loop = asyncio.get_running_loop()
         return loop.create_task(loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl))
-
-    async def _linger(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.sleep(POLL_INTERVAL_S)  # until those just taken count
-                while self.server_state.connections:
-                    await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:

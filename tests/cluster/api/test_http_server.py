@@ -248,7 +248,7 @@ async def test_a_drain_answers_whom_the_kernel_has_connected_already(door: Door)
         with contextlib.suppress(ConnectionRefusedError):
             while True:  # the last one since the server's loop has looked at its port
                 connected.append(socket.create_connection(("127.0.0.1", server.port)))
-                time.sleep(0.01)
+                time.sleep(0.03)
                 await asyncio.sleep(0)
         answer = await client.get(url)
         assert (answer.text, answer.headers["connection"]) == (door.scheme, "close")
