@@ -87,7 +87,7 @@ def running_service(
         if tls is not None:
             tls.check()
     if isinstance(config, ServiceConfig):
-        config = config.with_options(own_listener=True)  # Serve's proxy would cost as much as a gateway
+        config = config.with_options(own_listener=True)  # Serve's proxy costs as much as a gateway
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
