@@ -268,8 +268,9 @@ class Experts(nn.Module):
 class SeparateExperts(Experts):
     """A mixture on a CPU: each expert is two linear layers. In torch's grouped product a row depends on the others."""
 
-    gate_up: nn.ModuleList  # type: ignore[assignment]
-    down: nn.ModuleList  # type: ignore[assignment]
+    def __init__(self, *parts: Any, gate_up: nn.ModuleList, down: nn.ModuleList, **options: Any) -> None:
+        """Take the arguments of `Experts`, which has a linear layer for each expert."""
+        super().__init__(*parts, gate_up=gate_up, down=down, **options)  # type: ignore[arg-type]
 
     def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         experts = chosen.flatten()
