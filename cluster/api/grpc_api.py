@@ -104,13 +104,15 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         parts = self._gateway.batch_dependent
-        return pb.GetServerInfoResponse(
+        info = pb.GetServerInfoResponse(
             version=__version__,
             is_draining=self._gateway.is_draining,
             num_running_requests=self._gateway.num_running,
-            is_batch_invariant=None if parts is None else not parts,
             batch_dependent=parts or (),
         )
+        if parts is not None:
+            info.is_batch_invariant = not parts
+        return info
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         return json_format.ParseDict({"load": self._gateway.load()}, pb.GetLoadsResponse())

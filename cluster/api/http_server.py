@@ -1,4 +1,4 @@
-"""The gateway's own HTTP server, for TLS: Serve's proxy cannot verify clients."""
+"""The gateway's own HTTP server, plain or with TLS."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ import math
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 
+from outrider.cluster.api.http_connection import BoundedProtocol
 from outrider.cluster.common.security import TlsConfig
 
-MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096  # more are answered 503
-HEADERS_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.05
-
-
-class PunctualProtocol(H11Protocol):
-    """Close a connection whose next request's headers do not arrive in time: it takes one of `MAX_CONNECTIONS`.
-
-    Between two requests, until the first byte, uvicorn's own shorter keep-alive time-out applies.
-    """
-
-    headers_timeout_s = HEADERS_TIMEOUT_S
-    _overdue: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
-
-    def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_watching()
-        elif self._overdue is None:
-            self._overdue = self.loop.call_later(self.headers_timeout_s, self.transport.abort)
-
-    def _stop_watching(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
+LINGER_S = 0.5  # for handshakes, and requests on open connections, that are under way when a drain begins
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's server, within a replica, and closed so that no client is turned away that another would have taken."""
+
+    has_lingered = False
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process that hosts the replica."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take whom the kernel has connected, close the port, and answer those who ask at once for the last time."""
+        taken = [self._take(connection) for listener in sockets or () for connection in _waiting(listener)]
+        for server in self.servers:
+            server.close()
+        self.server_state.default_headers = [*self.server_state.default_headers, CLOSE_HEADER]
+        await asyncio.sleep(min(LINGER_S, self.config.timeout_graceful_shutdown or 0.0))
+        self.has_lingered = True
+        for connecting in taken:
+            connecting.cancel()  # its TLS handshake has not ended
+        await asyncio.gather(*taken, return_exceptions=True)
+        await super().shutdown(sockets)
 
-class HttpsServer:
-    """An ASGI app behind TLS, on the running event loop.
+    def _take(self, connection: socket.socket) -> asyncio.Task[Any]:
+        def protocol() -> asyncio.BaseProtocol:
+            kind: Any = self.config.http_protocol_class
+            return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        return loop.create_task(loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl))
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yield the connections that a client has made and nobody has accepted: to close the port would reset them."""
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield listener.accept()[0]
+
+
+class HttpServer:
+    """An ASGI app over HTTP, with TLS or without, on the running event loop.
 
     The constructor binds the port, which the gateways of a node share. It raises `OSError` if another program holds the
     port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if port 0 was requested.
@@ -74,27 +74,22 @@ class HttpsServer:
         app: ASGIApp,
         host: str,
         port: int,
-        tls: TlsConfig,
+        tls: TlsConfig | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
-        protocol: type[asyncio.Protocol] = PunctualProtocol,
+        protocol: type[asyncio.Protocol] = BoundedProtocol,
     ) -> None:
-        tls.check()
         config = uvicorn.Config(
             app,
-            http=protocol,  # h11: the only parser with bounded headers
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            http=protocol,
             limit_concurrency=max_connections,
-            ssl_certfile=tls.certfile,
-            ssl_keyfile=tls.keyfile,
-            ssl_ca_certs=tls.ca_certs,
-            ssl_cert_reqs=ssl.CERT_NONE if tls.ca_certs is None else ssl.CERT_REQUIRED,
             ws="none",
             lifespan="off",
             proxy_headers=False,
             server_header=False,
             access_log=False,
             log_config=None,
+            **({} if tls is None else _files_of(tls)),
         )
         self._server = _Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -115,8 +110,7 @@ class HttpsServer:
         self._server.should_exit = True
         while not self._ended.is_set():
             await asyncio.sleep(POLL_INTERVAL_S)
-            is_listening = self._socket.fileno() >= 0
-            if not is_listening and not self._server.server_state.tasks:
+            if self._server.has_lingered and not self._server.server_state.tasks:
                 self._abort_idle_connections()
 
     def _abort_idle_connections(self) -> None:
@@ -124,3 +118,14 @@ class HttpsServer:
         for connection in list(self._server.server_state.connections):
             if connection.transport.get_write_buffer_size() == 0:
                 connection.transport.abort()
+
+
+def _files_of(tls: TlsConfig) -> dict[str, Any]:
+    """Return uvicorn's options of TLS; raises `ValueError` as `TlsConfig.check`."""
+    tls.check()
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": tls.ca_certs,
+        "ssl_cert_reqs": ssl.CERT_NONE if tls.ca_certs is None else ssl.CERT_REQUIRED,
+    }

@@ -130,6 +130,11 @@ class PoolsConfig(Options):
         return None
 
     @property
+    def listens_itself(self) -> bool:
+        """Whether HTTP comes to our own servers, with no proxy of Ray Serve's between."""
+        return False
+
+    @property
     def speculative(self) -> SpeculativeConfig:
         """How the first drafter drafts; its acceptance rule and its ways for states hold for all."""
         return self.drafters[0].speculative

@@ -110,6 +110,7 @@ class GatewayOptions(Options):
     kv_peers: Annotated[tuple[str, ...], Json] = option(
         (), "Verifiers of other services that a request's kv_transfer_params may name: HOST or HOST:PORT of each."
     )
+    own_listener: bool = False  # HTTP without Serve's proxy, as with TLS; `outrider serve` sets it, a YAML may
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
     )
@@ -220,6 +221,10 @@ class ServiceConfig(PoolsConfig):
     @property
     def tls(self) -> TlsConfig | None:
         return self.gateway.tls
+
+    @property
+    def listens_itself(self) -> bool:
+        return self.gateway.own_listener or self.tls is not None  # Serve's proxy verifies no client
 
     @property
     def active(self) -> list[PoolOptions]:

@@ -1,7 +1,7 @@
 """All gateways' metrics in one scrape: gateways exchange them through the router.
 
-A scrape reaches any one gateway behind the proxy. It shows its own metrics and the others', as last exchanged. A series
-belongs to one gateway (`engine` is its id) and ends soon after it.
+A scrape reaches any one gateway. It shows its own metrics and the others', as last exchanged. A series belongs to one
+gateway (`engine` is its id) and ends soon after it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def build(config: ServiceConfig, main: RankMain | None = None) -> Application:
         GatewayReplica,
         "Gateway",
         **_scaling(config.gateway.num_gateways, GATEWAY_TARGETS),
-        # Serve waits for HTTP's streams, then we for gRPC's
+        # Serve waits for its proxies' streams, then we for those of our own ports
         graceful_shutdown_timeout_s=2 * config.drain_timeout_s + STOP_MARGIN_S,
         max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )

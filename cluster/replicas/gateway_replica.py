@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, start_grpc_server
-from outrider.cluster.api.http_server import HttpsServer
+from outrider.cluster.api.http_server import HttpServer
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
@@ -109,10 +109,8 @@ class GatewayReplica:
         keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await self._serve_grpc(config, keys)
         self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
-        self._https_server: HttpsServer | None = None
-        if config.tls is not None:
-            self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
-            self._tasks.start(self._https_server.run(), "serve HTTPS")
+        self._is_encrypted = config.tls is not None
+        self._http_server = self._serve_http(config)
         tell_phase("ready")
 
     def _share_metrics(
@@ -138,6 +136,14 @@ class GatewayReplica:
             ],
         )
 
+    def _serve_http(self, config: ServiceConfig) -> HttpServer | None:
+        """Start the HTTP server, unless clients come through Serve's proxies."""
+        if not config.listens_itself:
+            return None
+        server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
+        self._tasks.start(server.run(), "serve HTTP")
+        return server
+
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with its middleware."""
         syntax = reply_syntax_of(config.gateway)
@@ -155,7 +161,7 @@ class GatewayReplica:
         if config.gateway.allowed_origins:  # outside the keys: a browser asks before it may show one
             origins = list(config.gateway.allowed_origins)
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
+        return api
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
@@ -168,8 +174,10 @@ class GatewayReplica:
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # with TLS, nothing is served through Serve's proxies, which verify no client
-        return self._api if self._https_server is None else FastAPI(openapi_url=None)
+        """Return what Serve's proxies serve, where there are any; with TLS nothing: they verify no client."""
+        if self._is_encrypted:
+            return FastAPI(openapi_url=None)
+        return RequestIdMiddleware(self._api, is_echoed_by_proxy=True)
 
     async def _has_verifier(self) -> bool:
         snapshot = self._router.snapshot
@@ -193,8 +201,8 @@ class GatewayReplica:
     async def __del__(self) -> None:
         self._gateway.drain()
         drains = [self._grpc_server.drain(self._drain_timeout_s)]
-        if self._https_server is not None:
-            drains.append(self._https_server.drain(self._drain_timeout_s))
+        if self._http_server is not None:
+            drains.append(self._http_server.drain(self._drain_timeout_s))
         await asyncio.gather(*drains)
         await self._tasks.stop()
         if self._gateway.next_turn is not None:

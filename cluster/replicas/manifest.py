@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from ray.serve.config import ProxyLocation
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from outrider.cluster.common.api_keys import with_api_key_hashes
@@ -29,12 +30,13 @@ def check_manifest(text: str) -> list[str]:
 
     Raises `ValueError` with one line that names the field.
     """
-    ours = [found for found in _schema(text).applications if found.import_path == IMPORT_PATH]
+    schema = _schema(text)
+    ours = [found for found in schema.applications if found.import_path == IMPORT_PATH]
     if not ours:
         raise ValueError(f"applications: none has the import_path {IMPORT_PATH}")
     for application in ours:
         try:
-            _check(application)
+            _check(application, proxy_port=_proxy_port(schema))
         except (OptionsError, TypeError, ValueError) as error:  # TypeError: an unknown keyword of a policy
             raise ValueError(f"application {application.name}: {error}") from error
     return [application.name for application in ours]
@@ -55,9 +57,16 @@ def _schema(text: str) -> ServeDeploySchema:
         raise ValueError(f"spec.serveConfigV2: there is no {error}") from error
 
 
-def _check(application: ServeApplicationSchema) -> None:
+def _proxy_port(schema: ServeDeploySchema) -> int | None:
+    """Return where Serve's proxies listen; None: there are none."""
+    return None if schema.proxy_location is ProxyLocation.Disabled else schema.http_options.port
+
+
+def _check(application: ServeApplicationSchema, proxy_port: int | None) -> None:
     build_app(dict(application.args))
     config = ServiceConfig(**with_api_key_hashes(application.args, os.environ))
+    if config.listens_itself and config.port == proxy_port:
+        raise ValueError(f"port: gateways and Serve's proxy would share {proxy_port}; set proxy_location: Disabled")
     learners = {learner_deployment(name): pool.learner for name, pool in config.learning.items()}
     policy = application.autoscaling_policy or {}
     if policy.get("policy_function") == POLICY_PATH:

@@ -86,6 +86,8 @@ def running_service(
     for tls in (config.tls, config.links.tls):
         if tls is not None:
             tls.check()
+    if isinstance(config, ServiceConfig):
+        config = config.with_options(own_listener=True)  # Serve's proxy costs as much as a gateway
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
@@ -106,7 +108,7 @@ def running_service(
         checked.result()
         undo.callback(_quietly, lambda: stop_serve(is_shared=is_shared, name=name))
         on_phase("starting Ray Serve")
-        proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
+        proxy_location = "Disabled" if config.listens_itself else "HeadOnly"
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
         on_phase(_replicas_of(config))
         deploy(build(config), name)

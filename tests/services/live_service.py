@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
 
 from outrider.cluster.common.reports import ROUTER_ERRORS
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
@@ -24,7 +23,6 @@ from outrider.cluster.replicas.serving import deploy, fetch_models, own_ray_opti
 from outrider.cluster.router.fleet import DrafterReport, DrafterState, VerifierState
 from outrider.verifier_service.model.ranks import free_ports
 
-HOST = "127.0.0.1"
 NUM_CPUS = 64  # Ray counts them to place ranks; here ranks share cores
 
 
@@ -173,7 +171,6 @@ class SharedRay:
         self._exit = contextlib.ExitStack()  # of Ray and Serve
         self._options: dict[str, Any] | None = None
         self._service: LiveService | None = None
-        self._http_port = 0  # Serve's proxy keeps it, so do all services without TLS
 
     def service(
         self, *, wait_for_drafts: bool = True, main: Callable[[ServiceConfig], RankMain] | None = None, **options: Any
@@ -196,23 +193,22 @@ class SharedRay:
         self._exit.close()
 
     def _deployed(self, options: dict[str, Any], main: Callable[[ServiceConfig], RankMain] | None) -> LiveService:
-        if not self._http_port:
+        if not ray.is_initialized():
             self._start()
-        secure_port, grpc_port = free_ports(2)
-        port = secure_port if "ssl_certfile" in options else self._http_port
+        port, grpc_port = free_ports(2)
         # a machine's ranks share its cores, and a gigabyte of KV, the default, takes each half a second to clear
         usual = {"speculation": "always", "threads_per_rank": 1, "kv_cache_memory_bytes": 256 << 20}
-        config = ServiceConfig(**{**usual, "port": port, "grpc_port": grpc_port, **options})
+        listening = {"own_listener": True, "port": port, "grpc_port": grpc_port}
+        config = ServiceConfig(**{**usual, **listening, **options})
         fetch_models(config)
         deploy(build(config, None if main is None else main(config)))
         return LiveService(config)
 
     def _start(self) -> None:
-        (self._http_port,) = free_ports(1)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         start_ray(**{**own_ray_options(ServiceConfig()), "num_cpus": NUM_CPUS})
         self._exit.callback(ray.shutdown)
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=HOST, port=self._http_port))
+        serve.start(proxy_location="Disabled")
         self._exit.callback(serve.shutdown)
 
     def _clear(self) -> None:

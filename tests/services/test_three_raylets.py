@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from outrider.drafter_service.embedded import held_out_prompts
@@ -40,6 +41,11 @@ def test_pools_are_on_their_own_nodes(deployed: Deployed):
     assert sorted(deployed.cluster.pool_of_node.values()) == ["drafter", "drafter", "verifier"]
     assert deployed.pools("Verifier") == {"verifier"}
     assert deployed.pools("Drafter") == {"drafter"}
+
+
+def test_serves_proxy_echoes_a_request_id_and_we_do_not_again(deployed: Deployed):
+    answer = httpx.get(f"{deployed.service.base_url}/health", headers={"X-Request-Id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
 
 
 class Load:

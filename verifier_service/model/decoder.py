@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -268,16 +268,18 @@ class Experts(nn.Module):
 class SeparateExperts(Experts):
     """A mixture on a CPU: each expert is two linear layers. In torch's grouped product a row depends on the others."""
 
-    gate_up: nn.ModuleList  # type: ignore[assignment]
-    down: nn.ModuleList  # type: ignore[assignment]
+    def __init__(self, *parts: Any, gate_up: nn.ModuleList, down: nn.ModuleList, **options: Any) -> None:
+        """Take the arguments of `Experts`, which has a linear layer for each expert."""
+        super().__init__(*parts, gate_up=gate_up, down=down, **options)  # type: ignore[arg-type]
 
     def _outputs(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        gate_up, down = cast(nn.ModuleList, self.gate_up), cast(nn.ModuleList, self.down)
         experts = chosen.flatten()
         outputs = rows.new_empty(len(experts), rows.shape[1])
         for expert in experts.unique().tolist():
             taken = (experts == expert).nonzero().flatten()
-            inner = gated(self.gate_up[expert](rows[taken // self.spec.num_active]), self._activation)
-            outputs[taken] = self.down[expert](inner)
+            inner = gated(gate_up[expert](rows[taken // self.spec.num_active]), self._activation)
+            outputs[taken] = down[expert](inner)
         return outputs
 
     def _sigmoid(self, gates: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
-from outrider.cluster.api.http_server import HttpsServer
+from outrider.cluster.api.http_server import HttpServer
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.proto import generation_pb2 as pb
@@ -192,7 +192,7 @@ async def openai_client(
     app: ApiKeyMiddleware, certificates: Certificates, api_key: str
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     """Serve with mutual TLS; yield a client with a known certificate."""
-    server = HttpsServer(app, "127.0.0.1", 0, certificates.tls(mutual=True))
+    server = HttpServer(app, "127.0.0.1", 0, certificates.tls(mutual=True))
     async with contextlib.AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         tasks.create_task(server.run())

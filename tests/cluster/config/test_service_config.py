@@ -34,6 +34,12 @@ def test_rollouts_are_asked_for_and_our_own_engines():
         ServiceConfig(rollouts=True, speculative_config={"rejection_sample_method": "typical"})
 
 
+def test_with_tls_gateways_always_listen_themselves_else_where_it_is_asked_for():
+    assert not ServiceConfig().listens_itself
+    assert ServiceConfig(own_listener=True).listens_itself
+    assert ServiceConfig(ssl_certfile="pem", ssl_keyfile="key").listens_itself
+
+
 def test_a_target_without_a_drafter_looks_its_drafts_up():
     config = ServiceConfig(model="some/model")
     assert config.drafter_spec.model is None

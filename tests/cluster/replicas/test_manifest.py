@@ -33,6 +33,7 @@ def test_what_is_shipped_is_as_it_should_be():
         ("off_dwell_s: 2.0", "off_dwel_s: 2.0", "unknown policy setting 'off_dwel_s'; did you mean 'off_dwell_s'?"),
         ("low_price: 0.5", "low_prize: 0.5", "low_prize"),
         ("proxy_location: HeadOnly", "proxy_location: Head", "proxy_location: Input should be"),
+        ("num_gateways: 1", "own_listener: true", "port: gateways and Serve's proxy would share 8000"),
         ("applications:", "aplications:", "applications: Field required"),
         ("app:build_app", "app:build_ap", "applications: none has the import_path"),
         ("port: 8000", "port: [8000", "while parsing"),
@@ -47,6 +48,14 @@ def test_what_is_wrong_is_one_line_that_names_it(tmp_path: Path, right: str, wro
     (line,) = result.output.splitlines()
     assert line.startswith(f"Error: {file}: ")
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("proxy_location: HeadOnly", "proxy_location: Disabled"), ("port: 8000", "port: 8001")]
+)
+def test_gateways_that_listen_themselves_need_a_port_of_their_own(right: str, wrong: str):
+    listening = SERVE_YAML.replace("num_gateways: 1", "own_listener: true")
+    assert check_manifest(listening.replace(right, wrong, 1)) == ["outrider"]
 
 
 LEARNING = """

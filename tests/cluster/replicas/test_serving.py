@@ -66,6 +66,7 @@ class Server:
         self._children = psutil.Process(self.process.pid).children(recursive=True)
         names = {child.name() for child in self._children}
         assert {"raylet", "ray::RuntimeEnvAgent"} < names, "Ray's processes, and those that they started"
+        assert not any("Proxy" in name for name in names), "the gateway listens itself"
 
     def line(self) -> str:
         assert self.process.stdout is not None
