@@ -34,7 +34,7 @@ from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.messages.draft import DraftClient
-from outrider.verifier_service.messages.engine import EngineUpdate
+from outrider.verifier_service.messages.engine import EngineUpdate, Published
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connect, keep_loaded
@@ -86,7 +86,7 @@ class Played:
 
     def step(self, outputs: tuple[RequestOutput, ...] = ()) -> list[RequestOutput]:
         """Run a step and encode what the one before brought, as the engine's loop does; or wait for drafts."""
-        found = self.engine.step(lambda: encode(EngineUpdate(outputs=outputs)) and None)
+        found = self.engine.step(lambda: encode(EngineUpdate(outputs=tuple(map(Published.of, outputs)))) and None)
         if found is None and isinstance(self.client, PipeDraftClient):
             self.client.wait(self.engine.idle_s() or 0.0)
         return found or []

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from outrider.cluster.replicas.engine_host import EngineHost
-from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineReady, EngineUpdate
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineReady, EngineUpdate, Published
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import encode
 
 READY = EngineReady(vocab_size=8, max_model_len=64, eos_token_ids=(), num_kv_blocks=4, step_times=())
-UPDATE = EngineUpdate(outputs=(RequestOutput(request_id="a", token_ids=(1,)),))
+UPDATE = EngineUpdate(outputs=(Published.of(RequestOutput(request_id="a", token_ids=(1,))),))
 
 
 class PlayedRanks:

@@ -5,7 +5,7 @@ import pytest
 import uvloop
 
 from outrider.cluster.replicas.engine_shell import EngineShell
-from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE, Cancel, EngineUpdate
+from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE, Cancel, EngineUpdate, Published
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -27,7 +27,9 @@ async def settle() -> None:
 
 async def test_messages_pass_both_ways_in_order():
     engine = Engine()
-    updates = [EngineUpdate(outputs=(RequestOutput(request_id=str(i), token_ids=(i,)),)) for i in range(3)]
+    updates = [
+        EngineUpdate(outputs=(Published.of(RequestOutput(request_id=str(i), token_ids=(i,))),)) for i in range(3)
+    ]
     for update in updates:
         engine.pipe.send_bytes(encode(update))
     await settle()
@@ -48,7 +50,7 @@ def test_more_than_the_pipe_holds_waits_for_an_engine_that_is_busy_on_serves_own
             engine.shell.send(cancel)
         await settle()
         assert [decode(engine.pipe.recv_bytes(), TO_ENGINE) for _ in cancels] == cancels
-        big = EngineUpdate(outputs=(RequestOutput(request_id="a", token_ids=(1,) * 1_000_000),))
+        big = EngineUpdate(outputs=(Published.of(RequestOutput(request_id="a", token_ids=(1,) * 1_000_000)),))
         await asyncio.to_thread(engine.pipe.send_bytes, encode(big))
         await settle()
         assert (engine.messages, engine.failures) == ([big], [])

@@ -72,7 +72,7 @@ class Shell:
     def take(self) -> None:
         while self._pipe.poll(0):
             update = decode(self._pipe.recv_bytes(), FROM_ENGINE)
-            self.outputs += update.outputs
+            self.outputs += [output.opened() for output in update.outputs]
             self.loads += [update.load] if update.load is not None else []
             self.results += update.results
 
