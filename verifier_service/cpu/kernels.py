@@ -73,7 +73,7 @@ class Kernels:
         }
         self._rms_norm = _function(short, f"rms_norm_{name}", _RMS_NORM)
         self._rotate = _function(short, f"rotate_{name}", _ROTATE)
-        kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+        kinds = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
         self.activations = {kind: _function(short, f"{own}_{name}", _GATED) for kind, own in kinds.items()}
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
