@@ -34,7 +34,7 @@ def findings(*, is_brief: bool) -> Iterator[Finding]:
         yield found(case, plan)
     for case in attention_cases():
         yield found(case, plan)
-    yield from model_findings(plan, is_brief=is_brief)
+    yield from model_findings(is_brief=is_brief)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ batches of many sizes, made of random runs of neighbours, and compared with itse
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,6 @@ import torch
 POPULATION = 600
 SPREAD = (63, 64, 65, 127, 128, 129, 200, 256, 511, 512, 600)
 RUNS = (1, 1, 2, 5, 18, 40)  # lengths of runs of neighbours
-NUM_THREADS = (1, 2, 3)
 MOST_SHOWN = 6  # ranges of counts
 
 Compute = Callable[[list[int]], torch.Tensor]  # of these rows of the population, in this order: [num_rows, ...]
@@ -24,14 +23,13 @@ Compute = Callable[[list[int]], torch.Tensor]  # of these rows of the population
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """In how many batches a row is looked at."""
+    """In how many batches a row is looked at: their sizes by number of threads."""
 
-    counts: tuple[int, ...]
-    num_threads: tuple[int, ...]
+    counts: Mapping[int, tuple[int, ...]]
 
 
-WHOLE = Plan(counts=(*range(1, 41), *SPREAD), num_threads=NUM_THREADS)
-BRIEF = Plan(counts=(*range(1, 20), 31, 32, 33, 65, 129, 257, 600), num_threads=(1, 2))
+WHOLE = Plan(counts=dict.fromkeys((1, 2, 3), (*range(1, 41), *SPREAD)))
+BRIEF = Plan(counts={1: (*range(1, 20), 31, 32, 33, 65, 129, 257, 600), 2: (1, 4, 33, 257, 600)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +41,7 @@ class Case:
     is_promised: bool
     compute: Compute
     num_rows: int = POPULATION
+    counts: Container[int] = range(POPULATION + 1)  # of rows that are measured, where the plan has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +59,13 @@ def found(case: Case, plan: Plan = WHOLE) -> Finding:
     with inference(), threads(1):
         alone = torch.stack([bits(case.compute([row]))[0] for row in range(case.num_rows)])
     probe, draw = case.num_rows // 2, random.Random(1)
-    counts = [count for count in plan.counts if count <= case.num_rows]
     groups: list[tuple[torch.Tensor, list[int]]] = []  # by the bits of the probe as the first row, on one thread
     different: dict[int, list[int]] = {}  # by number of threads: the counts at which any row had other bits
-    for num_threads in plan.num_threads:
+    measured = {
+        number: [count for count in own if count <= case.num_rows and count in case.counts]
+        for number, own in plan.counts.items()
+    }
+    for num_threads, counts in measured.items():
         with inference(), threads(num_threads):
             for count in counts:
                 rows = [probe, *runs(count - 1, case.num_rows, draw)]
@@ -72,7 +74,7 @@ def found(case: Case, plan: Plan = WHOLE) -> Finding:
                     different.setdefault(num_threads, []).append(count)
                 if num_threads == 1:
                     sort_in(groups, got[0], count)
-    seen = described(counts, [own for _, own in groups], different)
+    seen = described(measured, [own for _, own in groups], different)
     return Finding(product=case.product, dtype=case.dtype, is_promised=case.is_promised, seen=seen)
 
 
@@ -100,18 +102,20 @@ def sort_in(groups: list[tuple[torch.Tensor, list[int]]], own: torch.Tensor, cou
         same.append(count)
 
 
-def described(counts: Sequence[int], groups: Sequence[list[int]], different: dict[int, list[int]]) -> str:
-    """Say how rows depended on their company; empty: not at all."""
+def described(
+    measured: Mapping[int, Sequence[int]], groups: Sequence[list[int]], different: Mapping[int, list[int]]
+) -> str:
+    """Say how rows depended on their company; empty: not at all. Counts of rows are by number of threads."""
     if not different:
         return ""
     parts = []
     if len(groups) > 1:
-        parts.append(f"{len(groups)} groups: {', '.join(ranges(own, counts) for own in groups[:MOST_SHOWN])}")
+        parts.append(f"{len(groups)} groups: {', '.join(ranges(own, measured[1]) for own in groups[:MOST_SHOWN])}")
     if 1 in different:
-        parts.append(f"other bits than alone in batches of {ranges(different[1], counts)}")
+        parts.append(f"other bits than alone in batches of {ranges(different[1], measured[1])}")
     else:
         number = min(different)
-        parts.append(f"only with {number} threads, in batches of {ranges(different[number], counts)}")
+        parts.append(f"only with {number} threads, in batches of {ranges(different[number], measured[number])}")
     return "; ".join(parts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.invariance.company import Finding, Plan, bits, threads
+from benchmarks.invariance.company import Finding, bits, threads
 from outrider.drafter_service.embedded import target_path
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.model.batch_invariance import batch_dependent
@@ -33,11 +33,11 @@ Way = Callable[["Play"], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A tiny model of an architecture, or the embedded one; dense ones have int8 weights as well."""
+    """A tiny model of an architecture, or the embedded one."""
 
     name: str
     family: str | None = "llama"  # None: the embedded target
-    is_dense: bool = True  # and run by our decoder
+    has_int8: bool = False  # int8 weights as well
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,22 +46,22 @@ ODD |= {"intermediate_size": 100, "vocab_size": 250}
 MEDIUM = {"hidden_size": 576, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3}
 MEDIUM |= {"intermediate_size": 1536, "vocab_size": 4096, "initializer_range": 0.05}
 TINY = (
-    Kind(name="llama of odd sizes", sizes=ODD),
+    Kind(name="llama of odd sizes", has_int8=True, sizes=ODD),
     Kind(name="gemma2 of odd sizes", family="gemma2", sizes=ODD),
     Kind(name="granite, residual by 0.22", family="granite", sizes={"residual_multiplier": 0.22, **ODD}),
     Kind(name="qwen3", family="qwen3"),
     Kind(name="olmo2", family="olmo2"),
-    Kind(name="qwen2_moe", family="qwen2_moe", is_dense=False),
-    Kind(name="mixtral", family="mixtral", is_dense=False),
+    Kind(name="qwen2_moe", family="qwen2_moe"),
     Kind(name="llama, gelu", sizes={"hidden_act": "gelu", **ODD}),
-    Kind(name="gpt_neox, the library's layers", family="gpt_neox", is_dense=False),
+    Kind(name="gpt_neox, the library's layers", family="gpt_neox"),
 )
 MORE = (
     Kind(name="llama"),
-    Kind(name="llama of medium size", sizes=MEDIUM),
-    Kind(name="embedded target", family=None),
-    Kind(name="qwen3_moe", family="qwen3_moe", is_dense=False),
-    Kind(name="olmoe", family="olmoe", is_dense=False),
+    Kind(name="llama of medium size", has_int8=True, sizes=MEDIUM),
+    Kind(name="embedded target", family=None, has_int8=True),
+    Kind(name="mixtral", family="mixtral"),
+    Kind(name="qwen3_moe", family="qwen3_moe"),
+    Kind(name="olmoe", family="olmoe"),
 )
 ROOM = {"max_position_embeddings": 512}
 
@@ -219,6 +219,8 @@ WAYS: dict[str, Way] = {
     "as drafts": as_a_draft,
     "in a tree": as_trees,
 }
+WHOLE_WAYS = dict.fromkeys((1, 2, 3), tuple(WAYS))
+BRIEF_WAYS = {1: tuple(WAYS), 2: ("in mixed steps",)}
 
 
 # --- what is seen ---
@@ -241,15 +243,18 @@ class Seen:
         return int(different.sum())
 
 
-def seen_of(runner: ModelRunner, num_threads: Sequence[int], ways: Mapping[str, Way] = WAYS) -> str:
-    """Name the ways whose logits or KV have other bits than alone in one chunk on one thread; empty: none."""
+def seen_of(runner: ModelRunner, ways: Mapping[int, Sequence[str]]) -> str:
+    """Name the ways whose logits or KV have other bits than alone in one chunk on one thread; empty: none.
+
+    `ways`: of `WAYS`, by number of threads.
+    """
     with threads(1):
         expected = played(runner, alone, seed=0)
     found: list[str] = []
-    for number in num_threads:
+    for number, names in ways.items():
         with threads(number):
-            for seed, (name, way) in enumerate(ways.items()):
-                if num_different := expected.num_different(played(runner, way, seed=seed + 1)):
+            for seed, name in enumerate(names):
+                if num_different := expected.num_different(played(runner, WAYS[name], seed=seed + 1)):
                     found.append(f"{name}, {number} threads: {num_different} of {LENGTH} tokens")
     return "; ".join(found)
 
@@ -264,7 +269,7 @@ def played(runner: ModelRunner, way: Way, seed: int) -> Seen:
     )
 
 
-def model_findings(plan: Plan, *, is_brief: bool) -> Iterator[Finding]:
+def model_findings(*, is_brief: bool) -> Iterator[Finding]:
     """Measure every model in every dtype."""
     for kind in TINY if is_brief else (*TINY, *MORE):
         with tempfile.TemporaryDirectory() as folder:
@@ -272,11 +277,11 @@ def model_findings(plan: Plan, *, is_brief: bool) -> Iterator[Finding]:
                 make_checkpoint(Path(folder), kind.family, **{**ROOM, **kind.sizes})
             path = folder if kind.family is not None else str(target_path())
             choices: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None)]
-            for dtype, quantization in [*choices, *[("bfloat16", "int8")][: kind.is_dense]]:
+            for dtype, quantization in [*choices, *[("bfloat16", "int8")][: kind.has_int8]]:
                 runner = load(path, dtype, quantization)
                 name = dtype if quantization is None else f"{dtype}, int8 weights"
                 is_promised = not batch_dependent(runner.model)
-                seen = seen_of(runner, plan.num_threads[-1:] if is_brief else plan.num_threads)
+                seen = seen_of(runner, BRIEF_WAYS if is_brief else WHOLE_WAYS)
                 yield Finding(product=f"model: {kind.name}", dtype=name, is_promised=is_promised, seen=seen)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, product
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +34,8 @@ CPU = torch.device("cpu")
 # (out_features, in_features): more than one chunk of sums, panels and inputs that fill no tile
 SMALL_LINEARS = ((200, 320), (7, 96), (64, 72))
 REAL_LINEARS = ((192, 576), (960, 576), (3072, 576), (576, 1536), (1000, 640), (49152, 576))
-FEW_ROWS = 130  # of what takes long
-LONG = 10_000_000  # weights
+LONG = 10_000_000  # weights, from which on a product takes long
+FEW_ROWS, FEW_COUNTS = 130, (1, 2, 3, 4, 7, 8, 16, 17, 31, 32, 33, 64, 65, 128, 129)
 EPS = 1e-5
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -82,18 +84,18 @@ def linear_cases(outputs: int, inputs: int, name: str, dtype: torch.dtype) -> It
     if can_pack(weight):
         made[f"oneDNN's packed linear {shape}", name] = PackedLinear(weight)
     for (product_name, kind), linear in made.items():
-        yield case_of(product_name, kind, linear, rows, is_promised=isinstance(linear, PanelLinear))
+        own = case_of(product_name, kind, linear, rows, is_promised=isinstance(linear, PanelLinear))
+        yield own if weight.numel() < LONG else replace(own, counts=FEW_COUNTS)
 
 
 # --- norms and rotations ---
 
 
 def norm_cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
-    for size, wide in product((576, 100), (dtype, torch.float32)):
-        if wide is dtype or size == 576:
-            norm = decoder.Norm(drawn(size, dtype=wide), EPS)
-            kind = "" if wide is dtype else " of float32"
-            yield case_of(f"norm ({size}){kind}", name, norm, drawn(POPULATION, size, dtype=dtype))
+    for size, wide in product((576, 100), {dtype, torch.float32}):  # Gemma's weights are float32
+        norm = decoder.Norm(drawn(size, dtype=wide), EPS)
+        kind = "" if wide is dtype else ", weight of float32"
+        yield case_of(f"norm ({size}){kind}", name, norm, drawn(POPULATION, size, dtype=dtype))
     for num_heads, head_dim in ((12, 64), (5, 24)):
         heads = drawn(POPULATION, num_heads + 2, head_dim, dtype=dtype)  # beside the values, as the decoder has them
         shape = f"({num_heads} by {head_dim})"
@@ -147,6 +149,18 @@ def elementwise_cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
     table = nn.Embedding.from_pretrained(drawn(POPULATION, 100, dtype=dtype))
     is_promised = load_kernels(dtype) is not None
     yield case_of("embedding", name, table, torch.arange(POPULATION), is_promised=is_promised)
+    capped = decoder_of("gemma2", dtype, vocab_size=250)
+    capped.head = nn.Identity()
+    yield case_of("logits' soft cap (250)", name, capped.logits, drawn(POPULATION, 250, dtype=dtype) * 30)
+
+
+def decoder_of(family: str, dtype: torch.dtype, **sizes: Any) -> decoder.Decoder:
+    """Load a random model of one layer."""
+    model = make_model(family, **sizes, num_hidden_layers=1)
+    spec = read_decoder_spec(model.config)
+    assert spec is not None
+    reader = WeightReader(StateDictSource(model.state_dict()))
+    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=CPU)
 
 
 # --- mixtures ---
@@ -156,15 +170,10 @@ def mixture_cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
     """A mixture's parts and the whole, with a gated shared expert and without."""
     for family, sizes in (
         ("qwen2_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}),
-        ("mixtral", {"num_local_experts": 6, "hidden_size": 72, "intermediate_size": 100}),
+        ("mixtral", {"num_local_experts": 6, "hidden_size": 72, "intermediate_size": 104}),
     ):
-        model = make_model(family, **sizes, num_hidden_layers=1)
-        spec = read_decoder_spec(model.config)
-        assert spec is not None
-        reader = WeightReader(StateDictSource(model.state_dict()))
-        loaded = load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=CPU)
-        (layer,) = loaded.layers
-        mixture = layer.mlp
+        loaded = decoder_of(family, dtype, **sizes)
+        mixture = loaded.layers[0].mlp
         assert isinstance(mixture, decoder.Experts)
         is_promised = isinstance(mixture, decoder.SeparateExperts)
         parts: dict[str, Rows] = {
@@ -173,5 +182,5 @@ def mixture_cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
             "mixture": mixture,
         }
         for part, compute in parts.items():
-            inputs = drawn(POPULATION, spec.hidden_size, dtype=dtype)
+            inputs = drawn(POPULATION, loaded.hidden_size, dtype=dtype)
             yield case_of(f"{part} ({family})", name, compute, inputs, is_promised=is_promised)
