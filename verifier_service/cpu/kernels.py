@@ -1,7 +1,7 @@
 """Compile this folder's kernels once per machine, and call them; without a C++ compiler there are none.
 
 A row's numbers do not depend on the other rows of its batch in any kernel, for any instructions: sums have one order,
-which the sources write out. tests/exactness/test_batch_invariance.py holds it.
+which the sources write out. tests/exactness/rows holds it.
 """
 
 from __future__ import annotations
