@@ -120,7 +120,8 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self._missing = -weight.shape[1] % INT8_INPUTS
-        self.weight, self.scales, self.bias = F.pad(weight, (0, self._missing)), scales, bias
+        self.weight = F.pad(weight, (0, self._missing)) if self._missing else weight
+        self.scales, self.bias = scales, bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
