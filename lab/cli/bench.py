@@ -38,8 +38,8 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "ahead", "apart", "clients", "device", "drift", "exact", "experts", "far", "follow"),
-    *("kv", "moves", "multi", "objectives", "poison", "policy", "pricing", "rollouts", "router", "step", "survival"),
-    *("tidar", "turns", "updates", "usual", "vllm-pool"),
+    *("invariance", "kv", "moves", "multi", "objectives", "poison", "policy", "pricing", "rollouts", "router", "step"),
+    *("survival", "tidar", "turns", "updates", "usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (

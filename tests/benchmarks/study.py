@@ -22,6 +22,7 @@ from benchmarks.exact import exact
 from benchmarks.experts.study import experts
 from benchmarks.handover.apart import apart
 from benchmarks.handover.moves import moves
+from benchmarks.invariance.study import invariance
 from benchmarks.kv.study import kv
 from benchmarks.masks.tidar import tidar
 from benchmarks.policy import policy
@@ -49,6 +50,7 @@ STUDIES = (
     experts,
     far,
     follow,
+    invariance,
     kv,
     moves,
     multi,
@@ -78,14 +80,14 @@ def study() -> None:
     device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text changes; exact:
     a real model's tokens in company, with drafts; experts: what steps read of a mixture, and experts in host memory;
     far: what priced drafts bring with a drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO
-    moves its policy; kv: KV blocks in use at so many tokens per second; moves: running requests move to a verifier that
-    joins, or stay; multi: several drafters' trees in one; objectives: what drafters trained to lower each loss are
-    served at; poison: how soon broken weights are taken back; policy: how much to draft, over recorded acceptance;
-    pricing: what deciding that costs a step; rollouts: samples of the same prompts, epoch after epoch; router: what its
-    decisions cost; step: a running server's load from 1 to many streams and back; survival: a learned chance of
-    acceptance beside today's; tidar: a model that drafts for itself by masks; turns: a chat's next turn with its
-    beginning computed ahead; updates: answers after new weights; usual: what a small machine should draft with;
-    vllm-pool: vLLM with drafts from a pool, and without.
+    moves its policy; invariance: rows alone and in company, on every path that a CPU takes; kv: KV blocks in use at so
+    many tokens per second; moves: running requests move to a verifier that joins, or stay; multi: several drafters'
+    trees in one; objectives: what drafters trained to lower each loss are served at; poison: how soon broken weights
+    are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step;
+    rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a running server's
+    load from 1 to many streams and back; survival: a learned chance of acceptance beside today's; tidar: a model that
+    drafts for itself by masks; turns: a chat's next turn with its beginning computed ahead; updates: answers after new
+    weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

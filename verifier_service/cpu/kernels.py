@@ -1,7 +1,7 @@
 """Compile this folder's kernels once per machine, and call them; without a C++ compiler there are none.
 
 A row's numbers do not depend on the other rows of its batch in any kernel, for any instructions: sums have one order,
-which the sources write out. tests/exactness/test_batch_invariance.py holds it.
+which the sources write out. tests/exactness/rows holds it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Kernels:
         }
         self._rms_norm = _function(short, f"rms_norm_{name}", _RMS_NORM)
         self._rotate = _function(short, f"rotate_{name}", _ROTATE)
-        kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+        kinds = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
         self.activations = {kind: _function(short, f"{own}_{name}", _GATED) for kind, own in kinds.items()}
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -69,6 +69,17 @@ inline float gelu_tanh(float x) {  // 0.5 x (1 + tanh(y)) = x sigmoid(2 y) (Hend
     return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
+inline float gelu(float x) {  // x Phi(x), by an erfc whose error is below 2e-7 (Abramowitz and Stegun, 1964, 7.1.26)
+    const float z = 0.70710678f * (x < 0.0f ? -x : x), t = 1.0f / (1.0f + 0.3275911f * z);
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const float tail = 0.5f * p * t * exp_of(-z * z);
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
 // activation(gate) * up; gate and up are the halves of every row
 template <typename T, float (*ACTIVATION)(float)>
 void gated(const T* gate_up, T* output, int64_t num_rows, int32_t size, int32_t num_threads) {
@@ -95,6 +106,10 @@ void gated(const T* gate_up, T* output, int64_t num_rows, int32_t size, int32_t 
     extern "C" void outrider_silu_##NAME(const T* gate_up, T* output, int64_t num_rows, int32_t size,                 \
                                          int32_t num_threads) {                                                       \
         gated<T, silu>(gate_up, output, num_rows, size, num_threads);                                                 \
+    }                                                                                                                 \
+    extern "C" void outrider_gelu_##NAME(const T* gate_up, T* output, int64_t num_rows, int32_t size,                 \
+                                         int32_t num_threads) {                                                       \
+        gated<T, gelu>(gate_up, output, num_rows, size, num_threads);                                                 \
     }                                                                                                                 \
     extern "C" void outrider_gelu_tanh_##NAME(const T* gate_up, T* output, int64_t num_rows, int32_t size,            \
                                               int32_t num_threads) {                                                  \

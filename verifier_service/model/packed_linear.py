@@ -27,6 +27,7 @@ LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
 CHANNELS = 16  # per panel, as in cpu/linear.cpp
 INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}  # of a weight
+INT8_INPUTS = 16  # torch's product with int8 reads so many numbers of a bfloat16 row at a time, also beyond its end
 MIN_WEIGHTS = 1 << 17  # smaller weights stay in the processor's cache, and the plain call is shorter
 
 
@@ -118,13 +119,16 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight, self.scales, self.bias = weight, scales, bias
+        self._missing = -weight.shape[1] % INT8_INPUTS
+        self.weight = F.pad(weight, (0, self._missing)) if self._missing else weight
+        self.scales, self.bias = scales, bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
         if rows.numel() == 0:
             return rows.new_empty(*rows.shape[:-1], self.weight.shape[0])
-        packed, scales = rows.reshape(-1, self.weight.shape[1]), self.scales.to(rows.dtype)
+        whole = F.pad(rows, (0, self._missing)) if self._missing else rows
+        packed, scales = whole.reshape(-1, self.weight.shape[1]), self.scales.to(rows.dtype)
         output = torch.ops.aten._weight_int8pack_mm(packed, self.weight, scales).view(*rows.shape[:-1], -1)
         return output if self.bias is None else output + self.bias
 

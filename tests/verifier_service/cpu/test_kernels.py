@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from outrider.verifier_service.cache import CACHE_VARIABLE
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.cpu.kernels import Kernels, kernels_of, load_kernels
+from outrider.verifier_service.model.decoder import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16)
 LOOSE = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 1e-6, "rtol": 2**-8}}  # one rounding
@@ -62,13 +63,13 @@ def test_heads_of_a_view_are_turned_in_place_and_no_other(own, dtype, num_tokens
 
 
 @pytest.mark.parametrize("shape", [(0, 12), (1, 12), (2, 3, 30), (400, 256)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_gates_open_as_torchs_do(own, dtype, activation, shape):
     gate_up = drawn(*shape, dtype=dtype) * 6
     if gate_up.numel():
         gate_up.view(-1)[0], gate_up.view(-1)[1] = -200.0, 200.0
     gate, up = gate_up.double().chunk(2, dim=-1)
-    expected = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    expected = ACTIVATIONS[activation](gate) * up
     got = own.gated(gate_up, activation)
     assert got.shape == expected.shape
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=LOOSE[dtype]["rtol"])

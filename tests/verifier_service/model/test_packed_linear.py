@@ -96,6 +96,17 @@ def test_a_rows_output_does_not_depend_on_its_company(make, dtype):
         assert torch.equal(linear(rows[start:stop]), together[start:stop])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [40, 71, 72])
+def test_int8_rows_that_fill_no_vector_are_not_read_beyond_their_end(in_features, dtype):
+    weight, bias, rows = drawn(24, in_features), drawn(24, dtype=dtype), drawn(3, in_features, dtype=dtype)
+    beside = torch.full((5, in_features), torch.nan, dtype=dtype)
+    beside[:3] = rows
+    expected = F.linear(rows.float(), dequantized(weight), bias.float())
+    got = int8_linear(weight.to(dtype).float(), bias)(beside)[:3]
+    torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[dtype] * 8, rtol=TOLERANCE[dtype])
+
+
 def test_a_long_sum_loses_nothing():
     weight, rows = drawn(16, 16384) + 1.0, drawn(3, 16384) + 1.0
     exact = rows.double() @ weight.double().T
