@@ -134,5 +134,5 @@ def test_without_certificate_or_key_nobody_is_served(service: LiveService, certi
 def test_links_are_closed_to_peers_without_their_certificate(service: LiveService):
     (verifier,) = service.call("Router", "snapshot").verifiers
     with grpc.insecure_channel(verifier.report.endpoint) as plaintext, pytest.raises(grpc.RpcError) as raised:
-        list(link_pb2_grpc.VerifierLinkStub(plaintext).Generate(link_pb2.Frame(), timeout=20))
+        list(link_pb2_grpc.VerifierLinkStub(plaintext).Serve(iter([link_pb2.Frame()]), timeout=20))
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

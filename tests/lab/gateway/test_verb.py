@@ -21,15 +21,15 @@ def test_a_server_that_runs_is_named_by_its_url_and_its_first_process() -> None:
     assert running_server("http://somewhere", PID, "m").ports == {Door.HTTP: 80}
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # process 1: a test's name has to be the same in all of pytest's workers
     ("url", "pid", "model", "name"),
     [
-        ("https://127.0.0.1:8123", PID, "m", "url"),
-        ("127.0.0.1:8123", PID, "m", "url"),
-        (f"{URL}/metrics", PID, "m", "url"),
+        ("https://127.0.0.1:8123", 1, "m", "url"),
+        ("127.0.0.1:8123", 1, "m", "url"),
+        (f"{URL}/metrics", 1, "m", "url"),
         (URL, None, "m", "pid"),
         (URL, 1 << 22, "m", "pid"),  # beyond the largest
-        (URL, PID, None, "model"),
+        (URL, 1, None, "model"),
     ],
 )
 def test_what_is_missing_or_bad_is_named(url: str, pid: int | None, model: str | None, name: str) -> None:
