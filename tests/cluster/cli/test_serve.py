@@ -15,7 +15,8 @@ def test_serve_has_every_option_of_the_configuration_with_the_same_default():
     assert options.pop("model") == DEFAULT_MODEL  # people get a real one, programs one that is always there
     keys = {name: options.pop(name) for name in ("api_key", "api_key_file")}
     assert not any(keys.values())
-    assert options.keys() == ServiceConfig.option_fields().keys() - {"model", "api_key_hashes", "check_integrity"}
+    others = {"model", "api_key_hashes", "check_integrity", "own_listener"}
+    assert options.keys() == ServiceConfig.option_fields().keys() - others
     assert ServiceConfig(**options) == ServiceConfig()
 
 
