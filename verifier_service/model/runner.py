@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.verifier_service.cpu.kernels import wanted_isa
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -278,7 +279,7 @@ class ModelRunner:
         self.eos_token_ids = read_eos_token_ids(folder, description)
         self.num_layers: int = description.num_hidden_layers
         self.experts = expert_shape(description)
-        settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None}
+        settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None, "isa": wanted_isa()}
         self.memory = StartMemory(settings, folder, self.device, rank=group.rank, is_anew=config.check_anew)
         self.model = self._load(config, folder, description)
         self.routing = self.model.record_routing() if isinstance(self.model, Decoder) else None
