@@ -40,7 +40,6 @@ class _Link:
         self._outbox = Outbox(gateway_id)
         self._call = link_pb2_grpc.VerifierLinkStub(self._channel).Serve(self._outbox.frames())
         self._queues: dict[str, asyncio.Queue[_News]] = {}
-        self._end_reason: str | None = None
         self._reading = asyncio.create_task(self._read())
 
     @property
@@ -49,7 +48,7 @@ class _Link:
 
     @property
     def has_ended(self) -> bool:
-        return self._end_reason is not None
+        return self._reading.done()
 
     def begin(self, message: GenerationRequest) -> asyncio.Queue[_News]:
         """Send a request; return the queue of what the verifier says of it."""
@@ -75,7 +74,6 @@ class _Link:
         except WireError as error:
             reason = str(error)
         finally:
-            self._end_reason = reason
             self._call.cancel()
             for request_id, queue in self._queues.items():
                 queue.put_nowait(Refused(request_id=request_id, error=reason, is_lost=True))
