@@ -187,7 +187,7 @@ def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
     message.text = chunk.text
     message.token_ids.extend(chunk.token_ids)
     message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
-    message.logprobs.extend(_logprobs_message(token.logprobs) for token in chunk.tokens if token.logprobs is not None)
+    message.logprobs.extend(_logprobs_message(entry) for entry in chunk.logprobs)
     message.prompt_logprobs.extend(
         pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
     )

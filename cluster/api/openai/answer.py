@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import uuid
@@ -19,11 +20,13 @@ from outrider.cluster.common.errors import OutriderError, Unauthenticated, mappi
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import ValidRequest
-from outrider.cluster.replies.reader import ReplyReader
+from outrider.cluster.replies.reader import ReplyPart, ReplyReader
 
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+
+MARK = uuid.uuid4().hex  # a text that no event has by chance
 
 
 @dataclass(slots=True)
@@ -70,15 +73,21 @@ class Answer:
         usages: dict[int, Usage] = {}
         extra = self._warning_fields()
         shown: dict[int, ShownChoice] = {}
+        templates: dict[int, EventTemplate] = {}
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 if chunk.usage is not None:
                     usages[index] = chunk.usage
-                choice = shown[index] = shown.get(index) or self.shown(index)
+                choice = shown.get(index) or shown.setdefault(index, self.shown(index))
                 choice.take(chunk)
-                if choice.shows(chunk):
+                if not choice.shows(chunk):
+                    continue
+                if extra or not choice.brings_text_alone(chunk):
                     yield event_of({**self._chunk_object(choice, chunk), **extra})
                     extra = {}
+                    continue
+                template = templates.get(index) or templates.setdefault(index, self._template(choice))
+                yield template.event(choice.said.content)
         if self.include_usage:
             usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
@@ -102,6 +111,11 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
+        if len(self.requests) == 1:
+            async with aclosing(self.gateway.generate(self.requests[0])) as own:  # type: ignore[type-var]
+                async for chunk in own:
+                    yield chunk.index, chunk
+            return
         async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
@@ -138,6 +152,12 @@ class Answer:
             answer["metrics"] = metrics_object([chunk.speculation])
         return answer
 
+    def _template(self, shown: ShownChoice) -> EventTemplate:
+        """Return the events of a begun choice's chunks that bring text alone."""
+        marked = dataclasses.replace(shown, said=ReplyPart(content=MARK))
+        chunk = GatewayChunk(request_id=self.id, index=shown.index, texts=(MARK,))
+        return EventTemplate(event_of(self._chunk_object(marked, chunk)))
+
     def _usage(self, usages: dict[int, Usage], shown: Iterable[ShownChoice]) -> dict[str, Any]:
         num_choices = self.requests[0].n
         read = [choice.num_reasoning_tokens for choice in shown if choice.reader is not None]
@@ -154,9 +174,24 @@ def _kv_fields(chunks: Iterable[GatewayChunk]) -> dict[str, Any]:
     return {"kv_transfer_params": kept[0]} if kept else {}
 
 
+class EventTemplate:
+    """Events that differ in one text."""
+
+    def __init__(self, marked: bytes) -> None:
+        """`marked` is such an event, whose text is `MARK`."""
+        self._before, self._after = marked.split(_json(MARK).encode())
+
+    def event(self, text: str) -> bytes:
+        return b"".join((self._before, _json(text).encode(), self._after))
+
+
+def _json(message: object) -> str:
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+
+
 def event_of(message: dict[str, Any]) -> bytes:
     """Return a message as a server-sent event."""
-    return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_json(message)}\n\n".encode()
 
 
 def error_response(error: OutriderError) -> JSONResponse:
