@@ -104,6 +104,9 @@ class GatewayOptions(Options):
         False, "After a chat's answer, prefill the beginning of its next turn while the verifier is idle."
     )
     failover_timeout_s: Seconds = option(60.0, "Seconds that a request which lost its verifier waits for another.")
+    keep_alive_timeout_s: Seconds = option(
+        75.0, "Seconds that an idle HTTP connection is kept: longer than a load balancer in front keeps it."
+    )
     ssl_certfile: str | None = option(None, "PEM: certificate of the HTTP and gRPC ports.")
     ssl_keyfile: str | None = option(None, "PEM: key of --ssl-certfile.")
     ssl_ca_certs: str | None = option(None, "PEM: clients must present a certificate signed by one of these.")

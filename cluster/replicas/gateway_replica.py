@@ -126,7 +126,7 @@ class GatewayReplica:
         """Start the gRPC server, with its interceptors."""
         return await start_grpc_server(
             self._gateway,
-            f"{config.host}:{config.grpc_port}",
+            config.address(config.grpc_port),
             credentials=None if config.tls is None else config.tls.server_credentials(),
             options=GRPC_OPTIONS,
             interceptors=[
@@ -140,7 +140,13 @@ class GatewayReplica:
         """Start the HTTP server, unless clients come through Serve's proxies."""
         if not config.listens_itself:
             return None
-        server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
+        server = HttpServer(
+            RequestIdMiddleware(self._api),
+            config.host,
+            config.port,
+            config.tls,
+            keep_alive_timeout_s=config.gateway.keep_alive_timeout_s,
+        )
         self._tasks.start(server.run(), "serve HTTP")
         return server
 
