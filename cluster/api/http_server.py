@@ -66,8 +66,8 @@ def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
 class HttpServer:
     """An ASGI app over HTTP, with TLS or without, on the running event loop.
 
-    The constructor binds the port, which the gateways of a node share, on host "::" for IPv4 as well. It raises `OSError`
-    if another program holds the port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if 0 was
+    The constructor binds the port, which the gateways of a node share; on host "::" for IPv4 as well. It raises `OSError`
+    if another program holds the port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if port 0 was
     requested.
     """
 

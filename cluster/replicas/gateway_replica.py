@@ -269,7 +269,7 @@ def model_info(
         name=name,
         max_model_len=max_model_len,
         vocab_size=description.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, description),
+        eos_token_ids=read_eos_token_ids(folder, description, model),
         created=int(time.time()),
         acceptance=acceptance,
         logprobs_mode=logprobs_mode,
