@@ -66,9 +66,9 @@ def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
 class HttpServer:
     """An ASGI app over HTTP, with TLS or without, on the running event loop.
 
-    The constructor binds the port, which the gateways of a node share; on host "::" for IPv4 as well. It raises `OSError`
-    if another program holds the port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if port 0 was
-    requested.
+    The constructor binds the port, which the gateways of a node share; on host "::" for IPv4 as well. It raises
+    `OSError` if another program holds the port, and `ValueError` as `TlsConfig.check`. `port` is the bound port,
+    also if port 0 was requested.
     """
 
     def __init__(

@@ -66,6 +66,11 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
+    generation_config: Literal["auto", "vllm"] | None = option(
+        None,
+        "Sampling of requests that leave it open: as MODEL's generation_config.json says (auto), or unchanged (vllm)."
+        " Default: auto, with --rollouts vllm.",
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
         None,
         "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
@@ -161,6 +166,11 @@ class ServiceConfig(PoolsConfig):
         """Of requests that name none."""
         default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
         return LogprobsMode(self.verifiers.logprobs_mode or default)
+
+    @property
+    def reads_generation_config(self) -> bool:
+        """Whether the model's generation_config.json says how requests are sampled that leave it open."""
+        return (self.verifiers.generation_config or ("vllm" if self.verifiers.rollouts else "auto")) == "auto"
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

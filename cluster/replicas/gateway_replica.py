@@ -38,7 +38,12 @@ from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
-from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
+from outrider.verifier_service.model.architectures import (
+    read_description,
+    read_eos_token_ids,
+    read_sampling_defaults,
+    resolve_description,
+)
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
@@ -76,6 +81,7 @@ class GatewayReplica:
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
             config.logprobs_mode,
+            reads_generation_config=config.reads_generation_config,
             adapters=tuple(config.verifiers.lora_modules),
             rollouts=config.verifiers.rollouts,
             learns=bool(config.learning),
@@ -257,6 +263,7 @@ def model_info(
     acceptance: AcceptanceRule,
     logprobs_mode: LogprobsMode,
     *,
+    reads_generation_config: bool = False,
     adapters: tuple[str, ...] = (),
     rollouts: bool = False,
     learns: bool = False,
@@ -273,6 +280,7 @@ def model_info(
         created=int(time.time()),
         acceptance=acceptance,
         logprobs_mode=logprobs_mode,
+        sampling_defaults=read_sampling_defaults(folder) if reads_generation_config else {},
         adapters=adapters,
         rollouts=rollouts,
         learns=learns,

@@ -28,10 +28,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from outrider.drafter_service.heads.head_files import HeadFiles
 from outrider.verifier_service.model.architectures import batch_dependent_rope
-from outrider.verifier_service.model.settled import own_limit
 from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
+from outrider.verifier_service.model.settled import own_limit
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import TensorSource, WeightError
 

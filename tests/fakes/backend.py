@@ -212,6 +212,7 @@ def build_gateway(
     rollouts: bool = False,
     learns: bool = False,
     hands_over: bool = False,
+    sampling_defaults: dict[str, Any] | None = None,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
     prefills: PrefillBackend | None = None,
@@ -227,6 +228,7 @@ def build_gateway(
         rollouts=rollouts,
         learns=learns,
         hands_over=hands_over,
+        sampling_defaults=sampling_defaults or {},
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(

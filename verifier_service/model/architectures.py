@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.messages.expert_shape import ExpertShape
+from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.gguf import local_path
 from outrider.verifier_service.model.tokenizer import end_token_id
@@ -89,6 +90,11 @@ _REASONS = {
     "gpt_oss": "its checkpoints are quantised",
     "mamba": "it keeps recurrent state outside of the KV blocks",
     "mamba2": "it keeps recurrent state outside of the KV blocks",
+}
+_GENERATION_CONFIG = "generation_config.json"
+_SAMPLING_DEFAULTS = {  # to fields of `SamplingParams`
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
 }
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -201,17 +207,32 @@ def read_eos_token_ids(folder: Path, description: PreTrainedConfig, config: Mode
 
     Each may lack the one that a chat template ends its messages with. If none names one, it is the architecture's.
     """
-    generation, model = read_generation_config(folder), json.loads((folder / "config.json").read_text())
-    nested = model.get("text_config") or {}
-    named = [generation.get("eos_token_id"), end_token_id(config), model.get("eos_token_id"), nested.get("eos_token_id")]
-    found = list(itertools.chain.from_iterable(_as_list(value) for value in named))
+    model = json.loads((folder / "config.json").read_text())
+    parts = (_read_generation_config(folder), {"eos_token_id": end_token_id(config)}, model, model.get("text_config"))
+    found = list(itertools.chain.from_iterable(_as_list((part or {}).get("eos_token_id")) for part in parts))
     ids = dict.fromkeys(found or _as_list(description.eos_token_id))
     return tuple(id_ for id_ in ids if 0 <= id_ < description.vocab_size)
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; empty without one."""
-    path = folder / "generation_config.json"
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return what generation_config.json says of sampling, as fields of `SamplingParams`; as vLLM reads it.
+
+    Raises `ValueError` naming file and field.
+    """
+    generation = _read_generation_config(folder)
+    found = {own: value for name, own in _SAMPLING_DEFAULTS.items() if (value := generation.get(name)) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0  # off
+    try:
+        SamplingParams(**found)
+    except (ValueError, TypeError) as error:
+        message = f"{_GENERATION_CONFIG}: {error}; generation_config: vllm leaves its sampling unread"
+        raise ValueError(message) from error
+    return found
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION_CONFIG
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

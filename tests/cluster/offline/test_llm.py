@@ -66,6 +66,16 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 # --- tokens ---
 
 
+def test_without_parameters_sampling_is_the_models(target: Target, tmp_path: Path):
+    shutil.copytree(target[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 1, "max_new_tokens": 5}))
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    for mode in ("auto", "vllm"):
+        with LLM(tmp_path, generation_config=mode, num_speculative_tokens=0, seed=3, **SIZES) as opened:
+            own, expected = opened.generate(TEXTS), opened.generate(TEXTS, greedy)
+        assert (token_ids(own) == token_ids(expected)) is (mode == "auto")
+
+
 def test_a_draft_model_of_shorter_context_drafts_within_it(target: Target, llm: LLM, tmp_path: Path):
     shutil.copytree(target[0], tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())

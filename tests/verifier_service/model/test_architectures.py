@@ -21,6 +21,7 @@ from outrider.verifier_service.model.architectures import (
     load_model_description,
     read_description,
     read_eos_token_ids,
+    read_sampling_defaults,
     require_supported,
     resolve_description,
     resolve_folder,
@@ -203,6 +204,31 @@ def test_a_text_ends_at_every_token_that_any_file_names(tmp_path, named, ids):
         (tmp_path / file).write_text(json.dumps(content))
     config = ModelConfig(path=str(tmp_path))
     assert read_eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=256), config) == ids
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (None, {}),
+        ({"eos_token_id": 1, "do_sample": False, "temperature": None, "num_beams": 4}, {}),
+        ({"temperature": 0.6, "top_k": -1, "top_p": 0.95}, {"temperature": 0.6, "top_k": 0, "top_p": 0.95}),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 2048},
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 2048},
+        ),
+    ],
+)
+def test_sampling_is_read_as_vllm_reads_it(tmp_path, written, read):
+    if written is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    assert read_sampling_defaults(tmp_path) == read
+
+
+@pytest.mark.parametrize("written", [{"temperature": -1.0}, {"top_p": "high"}, {"max_new_tokens": 0}])
+def test_bad_sampling_in_a_file_is_named(tmp_path, written):
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"^generation_config\.json: .*generation_config: vllm"):
+        read_sampling_defaults(tmp_path)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
