@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.common.api_keys import KeyPolicy
@@ -61,6 +61,8 @@ class ModelInfo:
     created: int  # Unix time
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
     logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
+    # fields of `SamplingParams` of requests that leave them open; `max_tokens` bounds those of others, too
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
     learns: bool = False  # a pool's drafters learn from requests that allow it
@@ -76,6 +78,7 @@ class RequestInput:
     request_id: str | None = None
     model: str | None = None  # the served model's name, or an adapter's
     add_special_tokens: bool = True  # False: a chat template has written them
+    is_new_text: bool = False  # the output does not go on in the prompt's text: a message of its own
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: the rest of the context
     n: int | None = None
     max_tokens: int | None = None
@@ -126,6 +129,7 @@ class ValidRequest:
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
+    is_new_text: bool  # as in `RequestInput`
     sampling: SamplingParams
     num_prompt_logprobs: int | None  # as the client asked; with echo the engine may return more
     echo: tuple[str, ...]  # the prompt, if it is shown before the output; with logprobs one text per token
@@ -181,6 +185,7 @@ class RequestParser:
 
     async def parse(self, request: RequestInput, key_policy: KeyPolicy = KeyPolicy.DEFAULT) -> ValidRequest:
         """Check wire input; raises `InvalidRequest` naming the field. `key_policy`: of the key that came with it."""
+        request = self._with_defaults(request)
         is_kept = request.store is not False and key_policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
@@ -197,6 +202,7 @@ class RequestParser:
             stop=stop,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
+            is_new_text=request.is_new_text,
             sampling=await self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
             num_prompt_logprobs=request.prompt_logprobs,
             echo=await self._echo(request, prompt_token_ids) if request.echo else (),
@@ -213,6 +219,12 @@ class RequestParser:
             warnings=request.warnings,
             kv_transfer=self._kv_transfer(request, num_choices),
         )
+
+    def _with_defaults(self, request: RequestInput) -> RequestInput:
+        """Return a request that is sampled as the model's files say where it leaves it open."""
+        defaults = {name: value for name, value in self.model.sampling_defaults.items() if name != "max_tokens"}
+        missing = {name: value for name, value in defaults.items() if getattr(request, name) is None}
+        return dataclasses.replace(request, **missing) if missing else request
 
     def _kv_transfer(self, request: RequestInput, num_choices: int) -> KVTransfer:
         """Return what a proxy wants of the prompt's KV; several choices share a prompt, which stays where they are."""
@@ -263,10 +275,12 @@ class RequestParser:
         return ids
 
     async def _echo(self, request: RequestInput, prompt_token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        skip_special_tokens = request.skip_special_tokens is not False
         if request.logprobs is not None:
-            skip_special_tokens = request.skip_special_tokens is not False
             return tuple(await self.text.token_texts(prompt_token_ids, skip_special_tokens=skip_special_tokens))
-        return (request.prompt if isinstance(request.prompt, str) else await self.text.decode(request.prompt),)
+        if isinstance(request.prompt, str):
+            return (request.prompt,)
+        return (await self.text.decode(request.prompt, skip_special_tokens=skip_special_tokens),)
 
     def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""
@@ -290,6 +304,7 @@ class RequestParser:
         }
         set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
+        max_tokens = min(max_tokens, self.model.sampling_defaults.get("max_tokens", max_tokens))
         try:
             if self.model.rollouts:
                 require_lossless(acceptance)

@@ -18,6 +18,7 @@ from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.model.architectures import read_sampling_defaults, resolve_description
 
 
 class PromptRuns:
@@ -44,29 +45,37 @@ class PromptRuns:
             clock=time.monotonic,
         )
         self._numbers = itertools.count()
+        self._default_sampling = SamplingParams(**_sampling_defaults(config))
 
     def runs(
         self,
         prompts: Sequence[tuple[str, Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         history_keys: Sequence[str | None] | None = None,
-        **template: Any,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
     ) -> list[PromptRun]:
         """Return a run for each prompt, in order. Raises `ValueError` naming the bad field.
 
-        `prompts` come with their names in errors; `history_keys`: one each, as in `GenerationRequest`. `template`:
-        `add_generation_prompt` and `chat_template` of conversations.
+        `prompts` come with their names in errors; `history_keys`: one each, as in `GenerationRequest`. Of
+        conversations: whether an answer of its own begins, and a template in place of the model's.
         """
-        samplings = _one_for_each(sampling_params, len(prompts))
+        given = self._default_sampling if sampling_params is None else sampling_params
+        samplings = _one_for_each(given, len(prompts))
         keys = _checked_keys(history_keys, len(prompts))
-        tokenised = [self._tokenised(prompt, name, **template) for name, prompt in prompts]
+        tokenised = [
+            self._tokenised(prompt, name, add_generation_prompt=add_generation_prompt, chat_template=chat_template)
+            for name, prompt in prompts
+        ]
+        are_new = [prompt.messages is not None and add_generation_prompt for _, prompt in prompts]
         return [
-            PromptRun(str(next(self._numbers)), text, token_ids, sampling, self._context, history_key=key)
-            for (text, token_ids), sampling, key in zip(tokenised, samplings, keys, strict=True)
+            PromptRun(str(next(self._numbers)), text, ids, sampling, self._context, is_new_text=is_new, history_key=key)
+            for (text, ids), is_new, sampling, key in zip(tokenised, are_new, samplings, keys, strict=True)
         ]
 
     def _tokenised(
-        self, prompt: Prompt, name: str, *, add_generation_prompt: bool = True, chat_template: str | None = None
+        self, prompt: Prompt, name: str, *, add_generation_prompt: bool, chat_template: str | None
     ) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, if it has one, and its token ids."""
         codec = self._context.codec
@@ -95,9 +104,15 @@ def named_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[st
     return [(name, parse_prompt(prompt, name)) for name, prompt in named]
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+def _sampling_defaults(config: ServiceConfig) -> dict[str, Any]:
+    if not config.reads_generation_config:
+        return {}
+    return read_sampling_defaults(resolve_description(config.verifier_spec.model))
+
+
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise ValueError("sampling_params must be a SamplingParams of outrider.cluster, or a list of them")
     if len(params) != num_prompts:

@@ -225,6 +225,20 @@ async def test_defaults_and_aliases(tokenizer):
     assert (await gateway.parse(RequestInput(prompt=[5], stop="x"))).stop == ("x",)
 
 
+async def test_what_a_request_leaves_open_is_the_models(tokenizer):
+    defaults = {"temperature": 0.25, "top_k": 1 << 20, "top_p": 0.5, "repetition_penalty": 1.5, "max_tokens": 7}
+    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, sampling_defaults=defaults)
+
+    async def sampling(**fields):
+        return (await gateway.parse(RequestInput(**{"prompt": [5], **fields}))).sampling
+
+    own = SamplingParams(temperature=0.25, top_p=0.5, repetition_penalty=1.5, max_tokens=7)  # top_k: all there are
+    assert await sampling() == await sampling(max_tokens=9) == await sampling(default_max_tokens=None) == own
+    assert (await sampling(max_tokens=3)).max_tokens == 3
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    assert await sampling(**given) == SamplingParams(max_tokens=7)
+
+
 async def test_what_is_asked_for_reaches_the_engine(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
