@@ -83,7 +83,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
         choices: dict[int, list[GatewayChunk]] = {}
         try:
             valid = await self._gateway.parse(request_input(request))
-            async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
+            async with aclosing(self._gateway.generate(valid, whole=True)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     choices.setdefault(chunk.index, []).append(chunk)
         except OutriderError as error:

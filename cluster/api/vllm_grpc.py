@@ -257,7 +257,7 @@ async def _streamed(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb
 
 async def _collected(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb.GenerateResponse]:
     parts: dict[int, list[GatewayChunk]] = {}
-    async with aclosing(gateway.generate(request)) as chunks:  # type: ignore[type-var]
+    async with aclosing(gateway.generate(request, whole=True)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             parts.setdefault(chunk.index, []).append(chunk)
     for index in sorted(parts):

@@ -105,6 +105,7 @@ class GatewayOptions(Options):
         None, "How MODEL marks what it thinks; split off as reasoning_content. Default: as for tool calls."
     )
     max_queued_requests: Positive = option(1024, "Most requests that wait per verifier; more are told to come back.")
+    stream_interval: Positive = option(1, "Tokens of an event of a stream, but for its first and its last one.")
     next_turn_prefill: bool = option(
         False, "After a chat's answer, prefill the beginning of its next turn while the verifier is idle."
     )

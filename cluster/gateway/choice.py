@@ -275,7 +275,8 @@ class Generation:
     meanwhile as one chunk per choice.
     """
 
-    def __init__(self, choices: Sequence[Choice], backend: Backend) -> None:
+    def __init__(self, choices: Sequence[Choice], backend: Backend, interval: int) -> None:
+        """`interval`: after its first token, a choice's news are told once there are so many tokens, or its end."""
         self.choices = choices
         self.unfinished = {choice.index: choice for choice in choices}
         self.backend_ids = [choice.message.request_id for choice in choices]
@@ -283,6 +284,8 @@ class Generation:
         self._error: OutriderError | None = None
         self._is_aborted = False
         self._news = asyncio.Event()
+        self._interval = interval
+        self._num_untold = dict.fromkeys(self.unfinished, interval)  # tokens of each choice
         self._whole: set[int] = set()  # choices whose last chunk has arrived
         self._calls = {choice.index: asyncio.create_task(self._run(choice, backend)) for choice in choices}
 
@@ -347,10 +350,14 @@ class Generation:
             return
         chunk = choice.absorb(output)
         self._arrived.append(chunk)
+        self._num_untold[choice.index] += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._whole.add(choice.index)
             if output.finish_reason is None:  # by a stop string: the backend does not know
                 self._calls[choice.index].cancel()
+        elif self._num_untold[choice.index] < self._interval:
+            return
+        self._num_untold[choice.index] = 0
         self._news.set()
 
     def _fail(self, error: OutriderError) -> None:

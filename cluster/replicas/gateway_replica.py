@@ -110,6 +110,7 @@ class GatewayReplica:
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
             memory=memory,
+            stream_interval=config.gateway.stream_interval,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
         keys = ApiKeys(config.gateway.api_key_hashes)

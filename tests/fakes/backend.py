@@ -217,6 +217,7 @@ def build_gateway(
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
     prefills: PrefillBackend | None = None,
+    stream_interval: int = 1,
 ) -> Gateway:
     model = ModelInfo(
         name="tiny",
@@ -233,7 +234,15 @@ def build_gateway(
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(
-        model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory, prefills=prefills
+        model,
+        tokenizer,
+        backend,
+        metrics,
+        TickingClock(),
+        fleet_load=fleet_load,
+        memory=memory,
+        prefills=prefills,
+        stream_interval=stream_interval,
     )
 
 

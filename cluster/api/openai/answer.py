@@ -105,7 +105,7 @@ class Answer:
     async def whole(self) -> dict[int, GatewayChunk]:
         """Generate to the end; return each choice as one chunk, by its index in the answer."""
         parts: dict[int, list[GatewayChunk]] = {}
-        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.chunks(whole=True)) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 parts.setdefault(index, []).append(chunk)
         return {index: joined(parts[index]) for index in sorted(parts)}
@@ -118,14 +118,15 @@ class Answer:
                 parts[index] = joined([parts[index], chunk]) if index in parts else chunk
                 yield index, chunk, parts[index]
 
-    async def chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
+    async def chunks(self, *, whole: bool = False) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
-        if len(self.requests) == 1:
-            async with aclosing(self.gateway.generate(self.requests[0])) as own:  # type: ignore[type-var]
+        streams = [self.gateway.generate(request, whole=whole) for request in self.requests]
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as own:  # type: ignore[type-var]
                 async for chunk in own:
                     yield chunk.index, chunk
             return
-        async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
+        async with _merged(streams) as chunks:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
 
