@@ -186,16 +186,19 @@ def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
     """Set the fields that a chunk and a whole choice share."""
     message.text = chunk.text
     message.token_ids.extend(chunk.token_ids)
-    message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
-    message.logprobs.extend(_logprobs_message(entry) for entry in chunk.logprobs)
-    message.prompt_logprobs.extend(
-        pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
-    )
-    message.weight_versions.extend(
-        pb.WeightSpan(version=span.version, start=span.start, end=span.end)
-        for span in chunk.weight_spans
-        if span.version
-    )
+    message.token_origins.extend([TOKEN_ORIGINS[origin] for origin in chunk.origins])
+    if chunk.logprobs:
+        message.logprobs.extend(_logprobs_message(entry) for entry in chunk.logprobs)
+    if chunk.prompt_logprobs:
+        message.prompt_logprobs.extend(
+            pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs
+        )
+    if any(chunk.weight_versions):
+        message.weight_versions.extend(
+            pb.WeightSpan(version=span.version, start=span.start, end=span.end)
+            for span in chunk.weight_spans
+            if span.version
+        )
     if chunk.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[chunk.finish_reason]
     if chunk.speculation is not None:
