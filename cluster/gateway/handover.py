@@ -52,9 +52,16 @@ class Leg:
     """A request at one verifier: its stream, which begins at once, whether or not it is read."""
 
     def __init__(
-        self, verifier_id: str, endpoint: str, message: GenerationRequest, outputs: AsyncGenerator[RequestOutput]
+        self,
+        verifier_id: str,
+        endpoint: str,
+        message: GenerationRequest,
+        outputs: AsyncGenerator[RequestOutput],
+        on_close: Callable[[str], None],
     ) -> None:
+        """`on_close` is told the request's id once the stream is closed."""
         self.verifier_id = verifier_id
+        self._on_close = on_close
         self.place = KVSource(endpoint=endpoint, request_id=message.request_id)
         self.source = message.kv_source  # what it takes over
         self._outputs = outputs
@@ -81,6 +88,7 @@ class Leg:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
         await self._outputs.aclose()
+        self._on_close(self.place.request_id)
 
 
 async def _next_of(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:

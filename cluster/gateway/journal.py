@@ -72,7 +72,14 @@ class Journal:
         self._speculation_before, self._speculation = self._total_speculation(), None
         return has_published
 
-    def continuation(self, request_id: str, plan: SpeculationPlan, source: KVSource | None = None) -> GenerationRequest:
+    def continuation(
+        self,
+        request_id: str,
+        plan: SpeculationPlan,
+        source: KVSource | None = None,
+        *,
+        most_waiting: int | None = None,
+    ) -> GenerationRequest:
         """Return the request for the next verifier: it goes on after the published tokens.
 
         With a `source` that verifier takes over the KV that is there; without one it computes all KV again. It needs a
@@ -89,6 +96,7 @@ class Journal:
             output_token_ids=tuple(self.token_ids),
             hands_over=False,
             kv_source=source,
+            most_waiting=most_waiting,
         )
 
     @property
@@ -128,6 +136,7 @@ class Attempts:
     _deadline_s: float | None = None  # None: no verifier has accepted it
     _handover_deadline_s: float | None = None  # of a new request
     _num_refused: int = 0  # attempts that reached no engine
+    _num_full: int = 0  # verifiers where too many waited
     _num_fruitless: int = 0
     _num_losses: int = 0
 
@@ -148,6 +157,20 @@ class Attempts:
         self._num_fruitless = 0 if has_published else self._num_fruitless + 1
         if self._num_fruitless == MAX_ATTEMPTS or self._num_losses == MAX_LOSSES:
             raise RequestFailed(f"given up after the loss of {self._num_losses} verifiers: {reason}")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no verifier has accepted it."""
+        return self._deadline_s is None
+
+    def full(self, verifier_id: str) -> None:
+        """Count a verifier where too many wait."""
+        self.excluded_verifier_ids = (*self.excluded_verifier_ids, verifier_id)
+        self._num_full += 1
+
+    def is_crowded_out(self, *, is_none_left: bool) -> bool:
+        """Return whether a new request is refused: of the verifiers that could take it, or of several, all are full."""
+        return self.is_new and self._num_full >= (1 if is_none_left else MAX_ATTEMPTS)
 
     def none_found(self, now_s: float) -> float:
         """Return how long to wait before the router is asked again; raises `Unavailable` when the time is up."""

@@ -29,6 +29,10 @@ class VerifierLost(Exception):
         self.was_accepted = was_accepted  # the engine had the request
 
 
+class VerifierFull(VerifierLost):
+    """A verifier refused a request since as many wait there as the request allows; nothing was lost."""
+
+
 _News = Accepted | Refused | RequestOutput
 
 
@@ -93,17 +97,27 @@ class _Link:
 class VerifierStreams:
     """A gateway's open streams."""
 
-    def __init__(self, gateway_id: str, credentials: LinkCredentials | None, has_left: Callable[[str], bool]) -> None:
-        """`has_left` tells of an endpoint whether its verifier has left the fleet."""
+    def __init__(
+        self,
+        gateway_id: str,
+        credentials: LinkCredentials | None,
+        *,
+        has_left: Callable[[str], bool],
+        on_accepted: Callable[[str, int], None],
+    ) -> None:
+        """`has_left` tells of an endpoint whether its verifier has left the fleet.
+
+        `on_accepted` is told a request's id, and how many requests its verifier had taken with it.
+        """
         self._gateway_id = gateway_id
         self._credentials = credentials
-        self._has_left = has_left
+        self._has_left, self._on_accepted = has_left, on_accepted
         self._links: dict[str, _Link] = {}
 
     async def stream(
         self, verifier_id: str, endpoint: str, message: GenerationRequest
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from one verifier; raises `VerifierLost`, or the error that it answers."""
+        """Stream one request from one verifier; raises `VerifierLost`, `VerifierFull`, or the error that it answers."""
         link = self._link_to(endpoint)
         queue = link.begin(message)
         was_accepted = is_over = False
@@ -113,6 +127,7 @@ class VerifierStreams:
             while not isinstance(news, Refused):
                 if isinstance(news, Accepted):
                     was_accepted = True
+                    self._on_accepted(news.request_id, news.num_taken)
                 elif news.finish_reason is FinishReason.ERROR:
                     news = Refused(request_id=news.request_id, error=news.error or "the verifier refused the request")
                     break
@@ -126,7 +141,7 @@ class VerifierStreams:
             is_over = True
             if not news.is_lost:
                 raise InvalidRequest(news.error)
-            raise VerifierLost(verifier_id, news.error, was_accepted=was_accepted)
+            raise (VerifierFull if news.is_full else VerifierLost)(verifier_id, news.error, was_accepted=was_accepted)
         except TimeoutError as error:
             self._drop(endpoint, link)
             reason = f"no answer within {ACCEPT_TIMEOUT_S:g} s"
@@ -161,4 +176,3 @@ class VerifierStreams:
     async def close(self) -> None:
         for link in list(self._links.values()):
             await link.close()
-

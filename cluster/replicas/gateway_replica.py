@@ -31,7 +31,8 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
-from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.gateway.routed_backend import RoutedBackend
+from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
@@ -59,11 +60,11 @@ class GatewayReplica:
     ) -> None:
         """`learners`: the handles of the learners, by their pools' names."""
         self._drain_timeout_s = config.drain_timeout_s
-        self._router = RouterClient(router, config.router_policy)
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        self._router = RouterClient(router, gateway_id)
         self._learners = LearnerControl(learners, lambda: self._router.snapshot)
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
-        gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config.gateway, gateway_id)

@@ -18,11 +18,11 @@ from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
 from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.links.outbox import Outbox
-from outrider.verifier_service.messages.engine import Cancel, Published
+from outrider.verifier_service.messages.engine import Cancel, EngineLoad, Published
 from outrider.verifier_service.messages.link import payloads_of, peek_type
 from outrider.verifier_service.messages.request import GenerationRequest
 from outrider.verifier_service.messages.requests_link import Accepted, Refused, StepOutputs
-from outrider.verifier_service.messages.wire import WireError, decode, request_id_of
+from outrider.verifier_service.messages.wire import WireError, decode, head_of
 
 
 class GatewayStream:
@@ -60,9 +60,24 @@ class RequestTable:
         """`send` hands the engine an encoded `GenerationRequest`, or what cancels one."""
         self._send = send
         self._streams: dict[str, GatewayStream] = {}  # by request
+        self.num_taken = 0  # requests, since the start
+        self._num_waiting = 0  # by the engine's last load
+        self._new_ids: list[str] = []  # of requests taken since the engine's last load
+        self._pending_ids: list[str] = []  # of those before it that were still on their way when it was made
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def num_pending(self) -> int:
+        """How many requests the engine's last load does not include yet."""
+        return sum(request_id in self._streams for request_id in (*self._new_ids, *self._pending_ids))
+
+    def hear(self, load: EngineLoad) -> None:
+        """Take the engine's load, which may be older than the last requests; the next one is not."""
+        included = {request.request_id for request in load.requests}
+        self._pending_ids = [request_id for request_id in self._new_ids if request_id not in included]
+        self._new_ids, self._num_waiting = [], load.num_waiting
 
     def take(self, stream: GatewayStream, payload: bytes) -> None:
         """Take a gateway's message; whether the engine has a request, or why not, is told to its stream.
@@ -73,9 +88,14 @@ class RequestTable:
         if peek_type(payload) == Cancel.__name__:
             self._cancel(stream, decode(payload, (Cancel,)).request_id)
             return
-        request_id = request_id_of(payload, GenerationRequest)
+        head = head_of(payload, GenerationRequest)
+        request_id = head.request_id
         if request_id in self._streams:
             stream.tell(Refused(request_id=request_id, error=f"request_id: {request_id!r} is already running"))
+            return
+        if isinstance(head.most_waiting, int) and (num := self._num_waiting + self.num_pending) >= head.most_waiting:
+            error = f"{num} requests wait here, {head.most_waiting} may"
+            stream.tell(Refused(request_id=request_id, error=error, is_lost=True, is_full=True))
             return
         self._streams[request_id] = stream
         try:
@@ -84,7 +104,9 @@ class RequestTable:
             del self._streams[request_id]
             stream.tell(Refused(request_id=request_id, error=str(error), is_lost=True))
         else:
-            stream.tell(Accepted(request_id=request_id))
+            self.num_taken += 1
+            self._new_ids.append(request_id)
+            stream.tell(Accepted(request_id=request_id, num_taken=self.num_taken))
 
     def close(self, stream: GatewayStream) -> None:
         """Cancel all requests of a stream that has ended."""
