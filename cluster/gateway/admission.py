@@ -8,8 +8,8 @@ step. Requests of priority 0 may fill the queue to the limit, above 0 to half of
 The number of waiting requests is the larger of two: as verifiers report it, plus this gateway's own that no report
 includes; and this gateway's own requests without a first token. Reports are up to a second old, and a burst is faster.
 
-Two gateways may both see the last place. So each request says how many may wait before it, and its verifier, which
-knows, refuses it if there are more: then it goes to another one.
+Two gateways may both see the last place. So each request says how many may wait at its verifier, which knows, and
+refuses it if there are more: then it goes to another one (`Search`).
 
 A refused client is told when to retry: after the waiting requests, and after the clients that were refused before. If
 a whole burst retried at once, all but a queue's length would be refused again, and clients give up after a few times.
@@ -75,7 +75,7 @@ def refusal(
 
 
 def queue_limit(state: VerifierState, *, priority: int, max_queued_requests: int) -> int:
-    """Return how many requests may wait at one verifier before one of a priority."""
+    """Return how many requests may wait at one verifier for it to take one of a priority."""
     return math.ceil(_priority_share(priority) * max_queued_requests * _kv_share(state))
 
 

@@ -136,7 +136,6 @@ class Attempts:
     _deadline_s: float | None = None  # None: no verifier has accepted it
     _handover_deadline_s: float | None = None  # of a new request
     _num_refused: int = 0  # attempts that reached no engine
-    _num_full: int = 0  # verifiers where too many waited
     _num_fruitless: int = 0
     _num_losses: int = 0
 
@@ -162,15 +161,6 @@ class Attempts:
     def is_new(self) -> bool:
         """Whether no verifier has accepted it."""
         return self._deadline_s is None
-
-    def full(self, verifier_id: str) -> None:
-        """Count a verifier where too many wait."""
-        self.excluded_verifier_ids = (*self.excluded_verifier_ids, verifier_id)
-        self._num_full += 1
-
-    def is_crowded_out(self, *, is_none_left: bool) -> bool:
-        """Return whether a new request is refused: of the verifiers that could take it, or of several, all are full."""
-        return self.is_new and self._num_full >= (1 if is_none_left else MAX_ATTEMPTS)
 
     def none_found(self, now_s: float) -> float:
         """Return how long to wait before the router is asked again; raises `Unavailable` when the time is up."""

@@ -34,6 +34,7 @@ from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.gateway.verifier_streams import VerifierFull, VerifierLost, VerifierStreams
 from outrider.cluster.router.fleet import Assignment, RouteAsk
+from outrider.cluster.router.search import Search
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
@@ -68,6 +69,7 @@ class _Run:
     journal: Journal
     attempts: Attempts
     source: KVSource | None  # of the first attempt: where the KV of its prompt is
+    search: Search
     is_first: bool = True
 
     @property
@@ -126,6 +128,7 @@ class RoutedBackend:
             journal=Journal(request=request, model=self._model),
             attempts=Attempts(failover_timeout_s=self._failover_timeout_s),
             source=self._allowed_source(request),
+            search=Search(may_wait=request.group_id is not None),  # choices stay together
         )
         journal = run.journal
         with self._turnover.entered() as ticket, self._group_of(request) as group:
@@ -143,8 +146,8 @@ class RoutedBackend:
                             version = ""
                 except VerifierFull as full:
                     group.forget(assignment)
-                    run.attempts.full(full.verifier_id)
-                    self._refuse_if_crowded_out(run.attempts, str(full))
+                    if not run.search.refused(full.verifier_id):
+                        raise self._crowded_out(str(full)) from full
                 except VerifierLost as loss:
                     group.forget(assignment)
                     self._count_loss(name, run, loss)
@@ -188,10 +191,9 @@ class RoutedBackend:
         if refusal is not None:
             raise self._promised(refusal)
 
-    def _refuse_if_crowded_out(self, attempts: Attempts, reason: str, *, is_none_left: bool = False) -> None:
-        """Raise `Overloaded` if a new request finds full verifiers alone."""
-        if attempts.is_crowded_out(is_none_left=is_none_left):
-            raise self._promised(overload(reason, self._turnover.update(), self._max_queued_requests))
+    def _crowded_out(self, reason: str) -> Overloaded | Unavailable:
+        """Return the refusal of a new request that found full queues."""
+        return self._promised(overload(reason, self._turnover.update(), self._max_queued_requests))
 
     def _promised(self, refusal: Overloaded | Unavailable) -> Overloaded | Unavailable:
         """Return a refusal; a client that is told when to come back is expected then."""
@@ -232,12 +234,16 @@ class RoutedBackend:
 
     async def _place(self, name: str, run: _Run, group: _Group) -> Assignment:
         """Wait for a verifier that takes the request; return its assignment."""
-        attempts = run.attempts
+        attempts, search = run.attempts, run.search
         while True:
+            excluded = (*attempts.excluded_verifier_ids, *search.excluded_ids)
             try:
-                return group.assign(self._router, self._ask(name, run, attempts.excluded_verifier_ids))
+                return group.assign(self._router, self._ask(name, run, excluded))
             except Unavailable:
-                self._refuse_if_crowded_out(attempts, "no verifier has room", is_none_left=True)
+                if search.none_left():
+                    continue
+                if search.full_ids:
+                    raise self._crowded_out("no verifier has room") from None
                 await asyncio.sleep(attempts.none_found(self._clock()))
 
     def _ask(self, name: str, run: _Run, excluded_verifier_ids: tuple[str, ...]) -> RouteAsk:
@@ -261,9 +267,9 @@ class RoutedBackend:
         own = prefill = assignment.verifier_id, assignment.endpoint
         if assignment.prefill_verifier_id is not None:
             prefill = assignment.prefill_verifier_id, assignment.prefill_endpoint
-        message = journal.continuation(
-            name, plan, run.source if run.is_first else None, most_waiting=self._most_waiting(prefill[0], run)
-        )
+        source = run.source if run.is_first else None
+        most_waiting = self._most_waiting(prefill[0], assignment, run)
+        message = journal.continuation(name, plan, source, most_waiting=most_waiting)
         taker = None
         if journal.request.hands_over:
             return self._kept.outputs(self._leg(*prefill, offering(message)))
@@ -283,13 +289,14 @@ class RoutedBackend:
             clock=self._clock,
         ).outputs()
 
-    def _most_waiting(self, verifier_id: str, run: _Run) -> int | None:
-        """Return how many requests may wait at a verifier before this one; None: any number, it was admitted before."""
+    def _most_waiting(self, verifier_id: str, assignment: Assignment, run: _Run) -> int | None:
+        """Return how many may wait at a verifier, with this request; None: any number, it was admitted before."""
         state = self._router.view.state_of(verifier_id)
         if state is None or not run.attempts.is_new:
             return None
         priority = run.journal.request.priority
-        return queue_limit(state, priority=priority, max_queued_requests=self._max_queued_requests)
+        limit = queue_limit(state, priority=priority, max_queued_requests=self._max_queued_requests)
+        return run.search.most_waiting(assignment, state, limit)
 
     async def _find_taker(self, run: _Run, giver: Leg) -> Leg | None:
         """Let another verifier take over a request that its verifier holds; None: there is none now."""

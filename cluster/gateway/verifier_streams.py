@@ -30,7 +30,7 @@ class VerifierLost(Exception):
 
 
 class VerifierFull(VerifierLost):
-    """A verifier refused a request since as many wait there as the request allows; nothing was lost."""
+    """A verifier refused a request since more would wait there than it allows; nothing was lost."""
 
 
 _News = Accepted | Refused | RequestOutput

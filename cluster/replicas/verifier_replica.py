@@ -85,7 +85,7 @@ class VerifierReplica:
             else None
         )
         self._has_taker = False  # by the router's last directive
-        self._table = RequestTable(self._send)
+        self._table = RequestTable(self._send, max_running=config.max_num_seqs)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
         main = verifier_main(config, internal_address(config.links)) if main is None else main

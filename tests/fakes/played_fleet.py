@@ -70,7 +70,7 @@ class Router(RouterClient):
     def __init__(self) -> None:
         super().__init__(None, "g")
         self.answer: Assignment | None = None
-        self.choose: Callable[[RouteAsk], Assignment | None] = self._first
+        self.choose: Callable[[RouteAsk], Assignment | None] = self.first
         self.endpoints: dict[str, str] = {}
         self.asks: list[RouteAsk] = []
 
@@ -81,7 +81,7 @@ class Router(RouterClient):
             raise Unavailable("no verifier is ready")
         return chosen
 
-    def _first(self, ask: RouteAsk) -> Assignment | None:
+    def first(self, ask: RouteAsk) -> Assignment | None:
         for verifier_id, endpoint in self.endpoints.items():
             if verifier_id not in ask.excluded_verifier_ids:
                 return Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=PlacementReason.ONLY)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import grpc
@@ -56,12 +57,15 @@ class GatewayStream:
 class RequestTable:
     """The requests of all gateways' streams."""
 
-    def __init__(self, send: Callable[[bytes | Cancel], None]) -> None:
-        """`send` hands the engine an encoded `GenerationRequest`, or what cancels one."""
-        self._send = send
+    def __init__(self, send: Callable[[bytes | Cancel], None], *, max_running: float = math.inf) -> None:
+        """`send` hands the engine an encoded `GenerationRequest`, or what cancels one.
+
+        `max_running`: requests that the engine runs at a time, as far as its KV allows.
+        """
+        self._send, self._max_running = send, max_running
         self._streams: dict[str, GatewayStream] = {}  # by request
         self.num_taken = 0  # requests, since the start
-        self._num_waiting = 0  # by the engine's last load
+        self._room = max_running  # requests that run, where others wait
         self._new_ids: list[str] = []  # of requests taken since the engine's last load
         self._pending_ids: list[str] = []  # of those before it that were still on their way when it was made
 
@@ -77,7 +81,8 @@ class RequestTable:
         """Take the engine's load, which may be older than the last requests; the next one is not."""
         included = {request.request_id for request in load.requests}
         self._pending_ids = [request_id for request_id in self._new_ids if request_id not in included]
-        self._new_ids, self._num_waiting = [], load.num_waiting
+        self._new_ids = []
+        self._room = load.num_running if load.num_waiting else self._max_running
 
     def take(self, stream: GatewayStream, payload: bytes) -> None:
         """Take a gateway's message; whether the engine has a request, or why not, is told to its stream.
@@ -93,8 +98,9 @@ class RequestTable:
         if request_id in self._streams:
             stream.tell(Refused(request_id=request_id, error=f"request_id: {request_id!r} is already running"))
             return
-        if isinstance(head.most_waiting, int) and (num := self._num_waiting + self.num_pending) >= head.most_waiting:
-            error = f"{num} requests wait here, {head.most_waiting} may"
+        num_waiting = len(self._streams) + 1 - self._room
+        if isinstance(head.most_waiting, int) and num_waiting > head.most_waiting:
+            error = f"{num_waiting:.0f} requests would wait here, {head.most_waiting} may"
             stream.tell(Refused(request_id=request_id, error=error, is_lost=True, is_full=True))
             return
         self._streams[request_id] = stream

@@ -35,7 +35,7 @@ class Refused:
     request_id: str
     error: str
     is_lost: bool = False  # another verifier may serve it: this one has no engine, or stops, or is full
-    is_full: bool = False  # as many requests wait here as the gateway allows
+    is_full: bool = False  # more requests would wait here than it allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

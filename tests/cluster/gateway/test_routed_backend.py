@@ -27,10 +27,7 @@ from fakes.played_fleet import (
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
 from outrider.cluster.gateway.routed_backend import RoutedBackend, affinity_key
-from outrider.cluster.router.fleet import (
-    Assignment,
-    PlacementReason,
-)
+from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -352,6 +349,43 @@ async def test_the_verifier_is_told_how_many_may_wait_before_a_request_of_its_pr
         known(fleet)
         await fleet.generate(dataclasses.replace(REQUEST, priority=priority))
         assert [request.most_waiting for request in verifier.requests] == [most]
+
+
+class Busy(ScriptedVerifier):
+    """A verifier where one more would have to wait."""
+
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        if request.most_waiting == 0:
+            yield Refused(request_id=request.request_id, error="1 would wait", is_lost=True, is_full=True)
+            return
+        async with contextlib.aclosing(super().answer(request)) as messages:
+            async for message in messages:
+                yield message
+
+
+@pytest.mark.parametrize("num_verifiers", [2, 3, 4])
+async def test_a_request_looks_for_one_that_runs_it_at_once_before_it_waits(num_verifiers: int):
+    verifiers = [Busy([(place,)]) for place in range(num_verifiers)]
+    async with fleet_of(*verifiers, max_queued_requests=8) as fleet:
+        known(fleet)
+
+        def choose(ask: RouteAsk) -> Assignment | None:
+            first = fleet.router.first(ask)
+            return first and dataclasses.replace(first, reason=PlacementReason.PREFIX)
+
+        fleet.router.choose = choose
+        (token_id,) = tokens_of(await fleet.generate())
+    asked = [request.most_waiting for verifier in verifiers for request in verifier.requests]
+    assert (token_id, asked) == ((0, [0, 8, 0]) if num_verifiers == 2 else (2, [0, 0, 8]))
+
+
+async def test_choices_of_one_prompt_stay_together_and_wait():
+    verifiers = [Busy([(1,)]), Busy([(2,)])]
+    async with fleet_of(*verifiers, max_queued_requests=8) as fleet:
+        known(fleet)
+        fleet.router.answer = dataclasses.replace(assigned(fleet.router.endpoints["v0"]), verifier_id="v0")
+        assert tokens_of(await fleet.generate(dataclasses.replace(REQUEST, group_id="g"))) == (1,)
+        assert [request.most_waiting for request in verifiers[0].requests] == [8]
 
 
 @pytest.mark.parametrize("num_verifiers", [1, 2, MAX_ATTEMPTS + 1])

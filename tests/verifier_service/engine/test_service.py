@@ -35,10 +35,10 @@ from outrider.verifier_service.messages.wire import decode, encode
 class ScriptedEngine:
     """Records what the table sends; refuses everything once it is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.received: list[Any] = []
         self.is_dead = False
-        self.table, self.control = RequestTable(self._send), ControlTable(self._send)
+        self.table, self.control = RequestTable(self._send, **options), ControlTable(self._send)
 
     def _send(self, message: bytes | Cancel | Control) -> None:
         if self.is_dead:
@@ -258,6 +258,28 @@ def test_requests_that_a_load_does_not_include_yet_are_pending():
     assert (engine.table.num_taken, engine.table.num_pending) == (4, 0)
 
 
+def test_a_request_that_does_not_wait_is_taken_while_there_is_room():
+    engine, stream = ScriptedEngine(max_running=2), GatewayStream()
+    for name in "abc":
+        engine.table.take(stream, encode(dataclasses.replace(make_request(name), most_waiting=0)))
+    *taken, refused = told(stream)
+    assert [message.request_id for message in taken] == ["a", "b"]
+    assert (refused.request_id, refused.is_full) == ("c", True)
+    engine.table.hear(load_with("a", "b"))
+    engine.say(output("a", 1, end=FinishReason.STOP))
+    engine.table.take(stream, encode(dataclasses.replace(make_request("d"), most_waiting=0)))
+    assert told(stream)[-1] == Accepted(request_id="d", num_taken=3), "one has ended since the load"
+
+
+def test_where_some_wait_there_is_room_for_as_many_as_run():
+    engine, stream = ScriptedEngine(max_running=9), GatewayStream()
+    for name in "ab":
+        engine.table.take(stream, encode(make_request(name)))
+    engine.table.hear(load_with("a", "b", num_waiting=1))  # its KV is full
+    engine.table.take(stream, encode(dataclasses.replace(make_request("c"), most_waiting=1)))
+    assert told(stream)[-1].is_full
+
+
 def test_two_gateways_do_not_both_take_the_last_place():
     engine, streams = ScriptedEngine(), {name: GatewayStream() for name in "abc"}
     engine.table.take(streams["a"], encode(make_request("running")))
@@ -269,7 +291,7 @@ def test_two_gateways_do_not_both_take_the_last_place():
     assert told(streams["b"]) == [Accepted(request_id="b", num_taken=3)]
     (refused,) = told(streams["c"])
     assert (refused.is_full, refused.is_lost) == (True, True)
-    assert refused.error == "2 requests wait here, 2 may"
+    assert refused.error == "3 requests would wait here, 2 may"
     assert [message.request_id for message in engine.received] == ["running", "waits", "b"]
     engine.table.take(streams["c"], encode(make_request("admitted before")))
     assert told(streams["c"])[-1] == Accepted(request_id="admitted before", num_taken=4)
