@@ -119,7 +119,7 @@ class GatewayReplica:
     ) -> SharedMetrics:
         """Begin to exchange metrics with the other gateways."""
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        shared = SharedMetrics(own, fleet)
+        shared = SharedMetrics(own, fleet, lambda: self._router.is_only_gateway)
         self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
         return shared
 
