@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.exceptions import RayError
@@ -34,6 +35,34 @@ async def ask(method: Any, *arguments: Any, timeout_s: float) -> Any:
         if is_being_cancelled():
             raise
         raise NoAnswerError("the call to it was cancelled") from None
+
+
+async def answers_of(method: Any, *arguments: Any, timeout_s: float) -> AsyncGenerator[Any]:
+    """Yield what a method of a deployment's handle yields; raises `NoAnswerError`, or where nothing comes for so long.
+
+    Closing the generator ends the call.
+    """
+    answers = method.options(stream=True).remote(*arguments)
+    has_ended = False
+    try:
+        while True:
+            async with asyncio.timeout(timeout_s):
+                answer = await anext(answers)
+            yield answer
+    except StopAsyncIteration:
+        has_ended = True
+    except (RayError, RayServeException) as error:
+        has_ended = True
+        raise NoAnswerError(f"{type(error).__name__}: {error}") from error
+    except TimeoutError:
+        raise NoAnswerError(f"nothing came for {timeout_s:g} s") from None
+    except asyncio.CancelledError:
+        if is_being_cancelled():
+            raise
+        raise NoAnswerError("the call to it was cancelled") from None
+    finally:
+        if not has_ended:
+            answers.cancel()
 
 
 async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:

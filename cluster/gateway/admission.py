@@ -5,8 +5,11 @@ a verifier runs by default: the last one in the queue waits for about four gener
 A verifier with a full KV cache has a quarter of the limit: its next request waits for a generation to end, not for a
 step. Requests of priority 0 may fill the queue to the limit, above 0 to half of it, below 0 to a quarter more.
 
-The number of waiting requests is the larger of two: as verifiers report it, plus requests routed since; and this
-gateway's own requests without a first token. Reports are up to a second old, and a burst is faster.
+The number of waiting requests is the larger of two: as verifiers report it, plus this gateway's own that no report
+includes; and this gateway's own requests without a first token. Reports are up to a second old, and a burst is faster.
+
+Two gateways may both see the last place. So each request says how many may wait at its verifier, which knows, and
+refuses it if there are more: then it goes to another one (`Search`).
 
 A refused client is told when to retry: after the waiting requests, and after the clients that were refused before. If
 a whole burst retried at once, all but a queue's length would be refused again, and clients give up after a few times.
@@ -22,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
-from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState, is_fresh
+from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState
 
 FULL_KV_USAGE = 0.95
 FULL_KV_SHARE = 0.25
@@ -58,11 +61,7 @@ def refusal(
     """
     if snapshot.is_stopping:
         return Unavailable("the service is stopping")
-    live = [
-        state
-        for state in snapshot.verifiers
-        if is_fresh(state.reported_s, snapshot.decided_at_s, policy) and not state.report.draining
-    ]
+    live = [state for state in snapshot.verifiers if not state.report.draining]
     if not live:
         return None
     limit = _priority_share(priority) * sum(max_queued_requests * _kv_share(state) for state in live)
@@ -72,14 +71,21 @@ def refusal(
     num_waiting = max(num_reported, own.num_waiting)
     if num_waiting < limit:
         return None
-    return Overloaded(
-        f"{num_waiting} requests wait for {len(live)} verifiers, {limit:.0f} may",
-        retry_after_s=_retry_after_s(own, limit),
-    )
+    return overload(f"{num_waiting} requests wait for {len(live)} verifiers, {limit:.0f} may", own, limit)
+
+
+def queue_limit(state: VerifierState, *, priority: int, max_queued_requests: int) -> int:
+    """Return how many requests may wait at one verifier for it to take one of a priority."""
+    return math.ceil(_priority_share(priority) * max_queued_requests * _kv_share(state))
+
+
+def overload(reason: str, own: OwnQueue, limit: float) -> Overloaded:
+    """Return a refusal that says when to retry, where `limit` requests may wait."""
+    return Overloaded(reason, retry_after_s=_retry_after_s(own, limit))
 
 
 def _num_waiting(state: VerifierState) -> int:
-    return state.report.load.num_waiting + state.num_assigned
+    return state.report.load.num_waiting + state.report.num_pending + state.num_assigned
 
 
 def _kv_share(state: VerifierState) -> float:

@@ -50,7 +50,10 @@ async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, 
 class Router(Protocol):
     """What is known of the fleet."""
 
-    snapshot: FleetSnapshot | None
+    @property
+    def snapshot(self) -> FleetSnapshot | None:
+        """The fleet as it was last heard."""
+        ...
 
     async def refresh(self) -> None:
         """Bring `snapshot` up to date, where the router answers."""

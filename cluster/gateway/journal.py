@@ -70,7 +70,14 @@ class Journal:
         self._speculation_before, self._speculation = self._total_speculation(), None
         return has_published
 
-    def continuation(self, request_id: str, plan: SpeculationPlan, source: KVSource | None = None) -> GenerationRequest:
+    def continuation(
+        self,
+        request_id: str,
+        plan: SpeculationPlan,
+        source: KVSource | None = None,
+        *,
+        most_waiting: int | None = None,
+    ) -> GenerationRequest:
         """Return the request for the next verifier: it goes on after the published tokens.
 
         With a `source` that verifier takes over the KV that is there; without one it computes all KV again. It needs a
@@ -87,6 +94,7 @@ class Journal:
             output_token_ids=tuple(self.token_ids),
             hands_over=False,
             kv_source=source,
+            most_waiting=most_waiting,
         )
 
     @property
@@ -146,6 +154,11 @@ class Attempts:
         self._num_fruitless = 0 if has_published else self._num_fruitless + 1
         if self._num_fruitless == MAX_ATTEMPTS or self._num_losses == MAX_LOSSES:
             raise RequestFailed(f"given up after the loss of {self._num_losses} verifiers: {reason}")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no verifier has accepted it."""
+        return self._deadline_s is None
 
     def none_found(self, now_s: float) -> float:
         """Return how long to wait before the router is asked again; raises `Unavailable` when the time is up."""

@@ -1,6 +1,6 @@
-"""The gateway's way to the verifiers: the router names one; if it is lost, the request goes on at another.
+"""The gateway's way to the verifiers: it chooses one by the router's news; if that is lost, it chooses another.
 
-While the router is away, the gateway routes by the last snapshot, with the same pure function.
+A verifier has the last word on its queue: if it is full, the request goes to the next one.
 """
 
 from __future__ import annotations
@@ -15,112 +15,33 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
-from outrider.cluster.common.reports import ask_router
-from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
+from outrider.cluster.gateway.admission import Turnover, overload, queue_limit
 from outrider.cluster.gateway.handover import Journey, KeptStreams, TellHandover, ignore_handover
 from outrider.cluster.gateway.internal_ids import internal_id
 from outrider.cluster.gateway.journal import Attempts, Journal
 from outrider.cluster.gateway.kv_transfer import offering, prompt_digest
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory, Sample
-from outrider.cluster.gateway.verifier_streams import Hear, NotTaken, Stream, VerifierLost, VerifierStreams
-from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
-from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
+from outrider.cluster.gateway.router_client import RouterClient
+from outrider.cluster.gateway.verifier_streams import (
+    Hear,
+    NotTaken,
+    Stream,
+    VerifierFull,
+    VerifierLost,
+    VerifierStreams,
+)
+from outrider.cluster.router.fleet import Assignment, RouteAsk
+from outrider.cluster.router.search import Search
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
 
 logger = logging.getLogger(__name__)
 
-ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: a frozen router must not block requests
-SNAPSHOT_INTERVAL_S = 0.5
 AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
-
-
-class RouterClient:
-    """Route by the router's deployment; while it is away, by its last snapshot."""
-
-    def __init__(self, router: Any, policy: RouterPolicy) -> None:
-        self._router = router
-        self._policy = policy
-        self.snapshot: FleetSnapshot | None = None
-
-    async def route(self, ask: RouteAsk) -> Assignment:
-        """Assign a verifier; raises `Unavailable` when there is none."""
-        answer: RouteAnswer | None = await ask_router(self._router.route, ask, timeout_s=ROUTE_TIMEOUT_S)
-        assignment = self._route_alone(ask) if answer is None else answer.assignment
-        if assignment is None:
-            raise Unavailable("no verifier is ready")
-        return assignment
-
-    def _route_alone(self, ask: RouteAsk) -> Assignment | None:
-        assignment = self.place_of(ask)
-        if assignment is not None and self.snapshot is not None:
-            self.snapshot = with_assignment(self.snapshot, assignment)
-        return assignment
-
-    def place_of(self, ask: RouteAsk) -> Assignment | None:
-        """Return where a request would go by the last snapshot; None: there is no verifier."""
-        if self.snapshot is None:
-            return None
-        try:
-            return route(self.snapshot, ask, time.time(), self._policy)
-        except NoVerifierError:
-            return None
-
-    @property
-    def num_verifiers(self) -> int:
-        return 0 if self.snapshot is None else len(self.snapshot.verifiers)
-
-    def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | Unavailable | None:
-        """Return why a new request is refused, by the last snapshot; None: it is admitted."""
-        if self.snapshot is None:
-            return None
-        return refusal(
-            self.snapshot,
-            own,
-            priority=priority,
-            max_queued_requests=max_queued_requests,
-            now_s=time.time(),
-            policy=self._policy,
-        )
-
-    @property
-    def has_no_verifier(self) -> bool:
-        """Whether the last snapshot has no verifier: the router has none to name."""
-        return self.snapshot is not None and not self.snapshot.verifiers
-
-    def has_verifier_at(self, endpoint: str) -> bool:
-        """Return whether the last snapshot has a verifier at an endpoint."""
-        verifiers = () if self.snapshot is None else self.snapshot.verifiers
-        return any(state.report.endpoint == endpoint for state in verifiers)
-
-    def drafters_of(self, verifier_id: str) -> frozenset[str]:
-        """Return the drafters that a verifier has links to, by the last snapshot."""
-        reports = () if self.snapshot is None else (state.report for state in self.snapshot.verifiers)
-        return frozenset(*(report.linked_drafters for report in reports if report.verifier_id == verifier_id))
-
-    async def max_model_len(self) -> int:
-        """Wait for the first verifier; return the longest sequence that every verifier can hold."""
-        while True:
-            verifiers = self.snapshot.verifiers if self.snapshot is not None else ()
-            lengths = [length for state in verifiers if (length := state.report.max_model_len) is not None]
-            if lengths:
-                return min(lengths)
-            await asyncio.sleep(SNAPSHOT_INTERVAL_S / 5)
-
-    async def follow(self) -> None:
-        """Refresh the snapshot, forever."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(SNAPSHOT_INTERVAL_S)
-
-    async def refresh(self) -> None:
-        """Take the router's snapshot of now; the last one stays if the router does not answer."""
-        self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
 
 
 class _Group:
@@ -129,13 +50,11 @@ class _Group:
     def __init__(self) -> None:
         self.num_members = 0
         self._assignment: Assignment | None = None
-        self._lock = asyncio.Lock()
 
-    async def assign(self, router: RouterClient, ask: RouteAsk) -> Assignment:
-        async with self._lock:
-            if self._assignment is None:
-                self._assignment = await router.route(ask)
-            return self._assignment
+    def assign(self, router: RouterClient, ask: RouteAsk) -> Assignment:
+        if self._assignment is None:
+            self._assignment = router.route(ask)
+        return self._assignment
 
     def forget(self, lost: Assignment) -> None:
         """Forget the lost verifier, unless another member has found a new one."""
@@ -150,6 +69,7 @@ class _Run:
     journal: Journal
     attempts: Attempts
     source: KVSource | None  # of the first attempt: where the KV of its prompt is
+    search: Search
     is_first: bool = True
 
     @property
@@ -188,7 +108,9 @@ class RoutedBackend:
         self._memory = memory
         self._clock = clock
         self._turnover = Turnover(clock)
-        self._streams = VerifierStreams(gateway_id, credentials)
+        self._streams = VerifierStreams(
+            gateway_id, credentials, on_accepted=router.view.accept, on_ended=router.view.end
+        )
         self._kept = KeptStreams()
         self._kv_peers = frozenset(kv_peers)
         self._tell_handover = tell_handover
@@ -198,14 +120,15 @@ class RoutedBackend:
     async def generate(self, request: GenerationRequest, hear: Hear) -> None:
         """Pass one request's outputs on, from several verifiers if some are lost; cancelling the call cancels it.
 
-        Raises `Overloaded` before anything is sent; `Unavailable` if no verifier is found in time; `InvalidRequest` if
-        a verifier refuses the request; `RequestFailed` if it seems to crash its verifiers.
+        Raises `Overloaded` before anything is published; `Unavailable` if no verifier is found in time;
+        `InvalidRequest` if a verifier refuses the request; `RequestFailed` if it seems to crash its verifiers.
         """
         self._admit(request)
         run = _Run(
             journal=Journal(request=request, model=self._model),
             attempts=Attempts(failover_timeout_s=self._failover_timeout_s),
             source=self._allowed_source(request),
+            search=Search(may_wait=request.group_id is not None),  # choices stay together
         )
         journal = run.journal
         with self._turnover.entered() as ticket, self._group_of(request) as group:
@@ -214,6 +137,10 @@ class RoutedBackend:
                 assignment = await self._place(name, run, group)
                 try:
                     await self._attempt(name, assignment, run, self._publishing(name, journal, ticket, hear))
+                except VerifierFull as full:
+                    group.forget(assignment)
+                    if not run.search.refused(full.verifier_id):
+                        raise self._crowded_out(str(full)) from full
                 except VerifierLost as loss:
                     group.forget(assignment)
                     self._count_loss(name, run, loss)
@@ -270,10 +197,18 @@ class RoutedBackend:
         refusal = self._router.refusal(
             self._turnover.update(), priority=request.priority, max_queued_requests=self._max_queued_requests
         )
+        if refusal is not None:
+            raise self._promised(refusal)
+
+    def _crowded_out(self, reason: str) -> Overloaded | Unavailable:
+        """Return the refusal of a new request that found full queues."""
+        return self._promised(overload(reason, self._turnover.update(), self._max_queued_requests))
+
+    def _promised(self, refusal: Overloaded | Unavailable) -> Overloaded | Unavailable:
+        """Return a refusal; a client that is told when to come back is expected then."""
         if isinstance(refusal, Overloaded):
             self._turnover.promise(refusal.retry_after_s)
-        if refusal is not None:
-            raise refusal
+        return refusal
 
     @contextlib.contextmanager
     def _group_of(self, request: GenerationRequest) -> Iterator[_Group]:
@@ -308,13 +243,16 @@ class RoutedBackend:
 
     async def _place(self, name: str, run: _Run, group: _Group) -> Assignment:
         """Wait for a verifier that takes the request; return its assignment."""
-        attempts = run.attempts
+        attempts, search = run.attempts, run.search
         while True:
+            excluded = (*attempts.excluded_verifier_ids, *search.excluded_ids)
             try:
-                return await group.assign(self._router, self._ask(name, run, attempts.excluded_verifier_ids))
+                return group.assign(self._router, self._ask(name, run, excluded))
             except Unavailable:
-                await asyncio.sleep(attempts.none_found(self._clock()))
-            while self._router.has_no_verifier:
+                if search.none_left():
+                    continue
+                if search.full_ids:
+                    raise self._crowded_out("no verifier has room") from None
                 await asyncio.sleep(attempts.none_found(self._clock()))
 
     def _ask(self, name: str, run: _Run, excluded_verifier_ids: tuple[str, ...]) -> RouteAsk:
@@ -335,10 +273,12 @@ class RoutedBackend:
     def _attempt(self, name: str, assignment: Assignment, run: _Run, hear: Hear) -> Awaitable[None]:
         """Run the request at its verifier, or at the one that computes its prompt and the one that takes it."""
         journal, plan = run.journal, assignment.plan
-        message = journal.continuation(name, plan, run.source if run.is_first else None)
         own = prefill = assignment.verifier_id, assignment.endpoint
         if assignment.prefill_verifier_id is not None:
             prefill = assignment.prefill_verifier_id, assignment.prefill_endpoint
+        source = run.source if run.is_first else None
+        most_waiting = self._most_waiting(prefill[0], assignment, run)
+        message = journal.continuation(name, plan, source, most_waiting=most_waiting)
         taker = None
         if journal.request.hands_over:
             return self._kept.run(self._open(*prefill, offering(message)), hear)
@@ -358,12 +298,21 @@ class RoutedBackend:
             clock=self._clock,
         ).run(hear)
 
+    def _most_waiting(self, verifier_id: str, assignment: Assignment, run: _Run) -> int | None:
+        """Return how many may wait at a verifier, with this request; None: any number, it was admitted before."""
+        state = self._router.view.state_of(verifier_id)
+        if state is None or not run.attempts.is_new:
+            return None
+        priority = run.journal.request.priority
+        limit = queue_limit(state, priority=priority, max_queued_requests=self._max_queued_requests)
+        return run.search.most_waiting(assignment, state, limit)
+
     async def _find_taker(self, run: _Run, giver: Stream) -> Stream | None:
         """Let another verifier take over a request that its verifier holds; None: there is none now."""
         name = self._new_name(run.journal.request)
         excluded = (giver.verifier_id, *run.attempts.excluded_verifier_ids)
         try:
-            assignment = await self._router.route(self._ask(name, run, excluded))
+            assignment = self._router.route(self._ask(name, run, excluded))
         except Unavailable:
             return None
         message = run.journal.continuation(name, assignment.plan, giver.place)
@@ -374,7 +323,9 @@ class RoutedBackend:
         self._kept.release(source)
 
     def _open(self, verifier_id: str, endpoint: str, message: GenerationRequest) -> Stream:
-        """Begin a stream; in rollouts with its history, and into the memory."""
+        """Begin a stream; in rollouts with its history, and into the memory. It is load from now on."""
+        if not message.is_background:
+            self._router.view.begin(message.request_id, verifier_id, message.plan.drafter_id)
         if self._memory is None:
             return self._streams.open(verifier_id, endpoint, message)
         sampling = self._memory.sampling(message, verifier_id, self._router.drafters_of(verifier_id))

@@ -39,6 +39,10 @@ class VerifierLost(Exception):
         self.was_accepted = was_accepted  # the engine had the request
 
 
+class VerifierFull(VerifierLost):
+    """A verifier refused a request since more would wait there than it allows; nothing was lost."""
+
+
 class NotTaken(Exception):
     """A verifier could not take a request over; nothing was drawn."""
 
@@ -85,7 +89,7 @@ class Stream:
     async def run(self, hear: Hear) -> RequestOutput:
         """Pass outputs on as they come, until the request ends or stands still here; return the last one.
 
-        Raises `NotTaken`, `VerifierLost`, the error that the verifier answers, or that of `hear`.
+        Raises `NotTaken`, `VerifierLost`, `VerifierFull`, the error that the verifier answers, or that of `hear`.
         """
         self._hear, self._last = hear, asyncio.get_running_loop().create_future()
         while self._waiting and not self._last.done():
@@ -107,9 +111,10 @@ class Stream:
                 self._pass_on(news)
         elif isinstance(news, Accepted):
             self._was_accepted = True
+            self._link.streams.on_accepted(news.request_id, news.num_taken)
         else:
             self._is_over = True
-            self._fail(self._lost(news.error) if news.is_lost else InvalidRequest(news.error))
+            self._fail(self._lost(news.error, is_full=news.is_full) if news.is_lost else InvalidRequest(news.error))
 
     def end(self) -> None:
         """Hear no more; a verifier that still has the request frees what it holds for it."""
@@ -117,6 +122,7 @@ class Stream:
             self._has_ended = True
             self._overdue.cancel()
             self._link.end(self.place.request_id, is_over=self._is_over)
+            self._link.streams.on_ended(self.place.request_id)
             if self._witness is not None:
                 self._witness.close()
 
@@ -148,10 +154,11 @@ class Stream:
         self._link.drop()
         self._fail(self._lost(f"no answer within {ACCEPT_TIMEOUT_S:g} s"))
 
-    def _lost(self, reason: str) -> VerifierLost:
+    def _lost(self, reason: str, *, is_full: bool = False) -> VerifierLost:
         if self._witness is not None:
             self._witness.lose()
-        return VerifierLost(self.verifier_id, reason, was_accepted=self._was_accepted)
+        kind = VerifierFull if is_full else VerifierLost
+        return kind(self.verifier_id, reason, was_accepted=self._was_accepted)
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -163,7 +170,7 @@ class _Link:
     """The stream to one verifier, which all requests there share. It ends when it is closed, or with the verifier."""
 
     def __init__(self, streams: VerifierStreams, endpoint: str) -> None:
-        self._streams = streams
+        self.streams = streams
         self._endpoint = endpoint
         self._channel = open_channel(endpoint, streams.credentials)
         self._outbox = Outbox(streams.gateway_id)
@@ -188,7 +195,7 @@ class _Link:
     def drop(self) -> None:
         """Send no further request here: the next one opens a new stream. Those that run go on."""
         self._is_dropped = True
-        self._streams.forget(self._endpoint, self)
+        self.streams.forget(self._endpoint, self)
 
     async def _read(self) -> None:
         """Deliver what comes, until the stream ends: then all requests are lost."""
@@ -220,9 +227,18 @@ class _Link:
 class VerifierStreams:
     """A gateway's open streams."""
 
-    def __init__(self, gateway_id: str, credentials: LinkCredentials | None) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        credentials: LinkCredentials | None,
+        *,
+        on_accepted: Callable[[str, int], None],
+        on_ended: Callable[[str], None],
+    ) -> None:
+        """Both are told a request's id, `on_accepted` how many requests its verifier had taken with it, too."""
         self.gateway_id = gateway_id
         self.credentials = credentials
+        self.on_accepted, self.on_ended = on_accepted, on_ended
         self._links: dict[str, _Link] = {}
         self._reading: set[asyncio.Task[None]] = set()
 

@@ -240,7 +240,7 @@ _DRAFTING = (
         Definition(
             name="router_spec_decisions",
             kind="counter",
-            formula="Router decisions on new requests, and changes of them; decision is on or off, reason says why",
+            formula="Decisions on new requests, and changes of them; decision is on or off, reason says why",
             labels=("model_name", "decision", "reason"),
         ),
         _decisions,
@@ -249,7 +249,7 @@ _DRAFTING = (
         Definition(
             name="router_placements",
             kind="counter",
-            formula="New requests that the router placed, by why they went to their verifier",
+            formula="New requests that gateways placed, by why they went to their verifier",
             labels=("model_name", "reason"),
         ),
         _placements,

@@ -7,7 +7,7 @@ gateway (`engine` is its id) and ends soon after it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -35,15 +35,20 @@ class MetricsBoard:
 class SharedMetrics(Collector):
     """A scrape of a gateway: its own families merged with the other gateways', and the fleet's."""
 
-    def __init__(self, own: Collector, fleet: Collector) -> None:
-        self._own, self._fleet = own, fleet
+    def __init__(self, own: Collector, fleet: Collector, is_alone: Callable[[], bool]) -> None:
+        """`is_alone` says whether there is no other gateway."""
+        self._own, self._fleet, self._is_alone = own, fleet, is_alone
         self._others: Sequence[Metric] = ()
 
     async def exchange(self, router: Any, gateway_id: str) -> None:
-        """Exchange families through the router, forever; while it is away, the others' last ones stay."""
+        """Exchange families through the router, forever; while it is away, the others' last ones stay.
+
+        A gateway that is alone exchanges nothing, once those of the last other one have expired.
+        """
         while True:
-            others = await ask_router(router.exchange_metrics, gateway_id, list(self._own.collect()))
-            self._others = self._others if others is None else others
+            if self._others or not self._is_alone():
+                others = await ask_router(router.exchange_metrics, gateway_id, list(self._own.collect()))
+                self._others = self._others if others is None else others
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
 
     def collect(self) -> Iterator[Metric]:

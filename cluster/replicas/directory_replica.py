@@ -22,7 +22,7 @@ from outrider.cluster.common.security import bind
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.service_config import LOOPBACK
 from outrider.cluster.gateway.learner_control import LearnerControl
-from outrider.cluster.gateway.routed_backend import RouterClient
+from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server
@@ -40,7 +40,7 @@ class DirectoryReplica:
     ) -> None:
         """`learners`: the handles of the learners, by their pools' names."""
         configure_logging(config.log_format, replica="directory")
-        self._router = RouterClient(router, config.router_policy)
+        self._router = RouterClient(router, "directory")
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
         registry = CollectorRegistry()

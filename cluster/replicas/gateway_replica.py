@@ -31,7 +31,8 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
-from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.gateway.routed_backend import RoutedBackend
+from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
@@ -64,11 +65,11 @@ class GatewayReplica:
     ) -> None:
         """`learners`: the handles of the learners, by their pools' names."""
         self._drain_timeout_s = config.drain_timeout_s
-        self._router = RouterClient(router, config.router_policy)
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        self._router = RouterClient(router, gateway_id)
         self._learners = LearnerControl(learners, lambda: self._router.snapshot)
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
-        gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config.gateway, gateway_id)
@@ -125,7 +126,7 @@ class GatewayReplica:
     ) -> SharedMetrics:
         """Begin to exchange metrics with the other gateways."""
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        shared = SharedMetrics(own, fleet)
+        shared = SharedMetrics(own, fleet, lambda: self._router.is_only_gateway)
         self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
         return shared
 

@@ -85,7 +85,7 @@ class VerifierReplica:
             else None
         )
         self._has_taker = False  # by the router's last directive
-        self._table = RequestTable(self._send)
+        self._table = RequestTable(self._send, max_running=config.max_num_seqs)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
         main = verifier_main(config, internal_address(config.links)) if main is None else main
@@ -149,6 +149,7 @@ class VerifierReplica:
             self._drafters.send(update.relays)
         if update.load is not None:
             self._load = update.load
+            self._table.hear(update.load)
             self._load_changed.set()
 
     def _on_failure(self, reason: str) -> None:
@@ -186,6 +187,8 @@ class VerifierReplica:
             endpoint=self._endpoint,
             epoch=self._epoch,
             load=load,
+            num_taken=self._table.num_taken,
+            num_pending=self._table.num_pending,
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
             own_draft_length=own_draft_length(load, self._own_draft_length),

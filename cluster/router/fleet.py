@@ -60,6 +60,8 @@ class VerifierReport:
     endpoint: str  # "host:port" of its gateway-facing gRPC
     epoch: int
     load: EngineLoad
+    num_taken: int = 0  # requests, since its start; see `requests_link`
+    num_pending: int = 0  # of those, live ones that its load does not include yet
     max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
     step_times: tuple[StepTime, ...] = ()
     own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
@@ -151,12 +153,12 @@ class Directive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierState:
-    """A verifier in a snapshot; its report has no requests and no step times."""
+    """A verifier as gateways know it; its report has no requests and no step times."""
 
     report: VerifierReport
     reported_s: float
     default_plan: SpeculationPlan
-    num_assigned: int = 0  # requests sent there since its last report
+    num_assigned: int = 0  # a gateway's own requests there that its report does not include yet
     price: float | None = None  # that decided its plans; None: none was reported
 
 
@@ -164,12 +166,12 @@ class VerifierState:
 class DrafterState:
     report: DrafterReport
     reported_s: float
-    num_assigned: int = 0
+    num_assigned: int = 0  # a gateway's own requests for it at verifiers whose reports do not include them yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """How many times the router took a decision since its start."""
+    """How many times router and gateways took a decision since their start."""
 
     decision: str  # on | off
     reason: str  # an `EnabledReason` or a `DisabledReason`
@@ -178,7 +180,7 @@ class DecisionCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCount:
-    """How many requests the router placed for a reason since its start."""
+    """How many requests the gateways placed for a reason since their start."""
 
     reason: PlacementReason
     count: int
@@ -186,7 +188,7 @@ class PlacementCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """Everything that `routing.route` depends on, and counts of the router's decisions for operators."""
+    """Everything that `routing.route` depends on, and counts of decisions for operators."""
 
     verifiers: tuple[VerifierState, ...]
     drafters: tuple[DrafterState, ...]
@@ -195,11 +197,12 @@ class FleetSnapshot:
     placements: tuple[PlacementCount, ...] = ()
     learners: tuple[LearnerStatus, ...] = ()  # of the pools whose drafters learn while they serve
     is_stopping: bool = False  # the service takes no new requests
+    num_gateways: int = 0  # that follow the router
 
     def with_counts(
         self, decisions: Mapping[tuple[str, str], int], placements: Mapping[PlacementReason, int]
     ) -> FleetSnapshot:
-        """Return the snapshot with what the router has decided; a decision is "on" or "off", and its reason."""
+        """Return the snapshot with counts of what was decided; a decision is "on" or "off", and its reason."""
         return dataclasses.replace(
             self,
             decisions=tuple(
@@ -214,9 +217,8 @@ class FleetSnapshot:
     @property
     def num_streams(self) -> int:
         """How many requests run or wait."""
-        loads = [state.report.load for state in self.verifiers]
-        assigned = sum(state.num_assigned for state in self.verifiers)
-        return assigned + sum(load.num_running + load.num_waiting for load in loads)
+        reports = [state.report for state in self.verifiers]
+        return sum(report.load.num_running + report.load.num_waiting + report.num_pending for report in reports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +240,6 @@ class Assignment:
     reason: PlacementReason
     prefill_verifier_id: str | None = None  # that computes the prompt and hands it over; None: the verifier itself does
     prefill_endpoint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RouteAnswer:
-    """The router's answer to an ask."""
-
-    assignment: Assignment | None  # None: no verifier takes the request now
 
 
 BatchSizeTable = tuple[tuple[int, int, int], ...]

@@ -1,55 +1,64 @@
 """The router's state: every replica's last report, and the plans that each verifier was last given.
 
 Sans I/O: one actor wraps `RouterCore` and passes the clock in. A restart loses nothing that the next reports do not
-bring back: meanwhile gateways route by their last snapshot, and verifiers follow their last plans. Until all replicas
+bring back: meanwhile gateways place by its last news, and verifiers follow their last plans. Until all replicas
 have had time to report, a new router trusts verifiers: a drafter with a live link is up, and a request that drafts
 goes on drafting.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from outrider.cluster.router.fleet import (
-    Assignment,
     Directive,
     DrafterReport,
     DrafterState,
     FleetSnapshot,
     FleetWeights,
-    PlacementReason,
-    RouteAsk,
     RouterPolicy,
     VerifierReport,
     VerifierState,
     is_fresh,
 )
-from outrider.cluster.router.planning import VerifierMemory, decision_of, plan_speculation
-from outrider.cluster.router.routing import is_crowded, route
+from outrider.cluster.router.news import Changes, Cursor, FleetNews, NewsAsk, Tally
+from outrider.cluster.router.planning import VerifierMemory, plan_speculation
+from outrider.cluster.router.routing import is_crowded
 from outrider.drafter_service.learning.messages import LearnerStatus
+
+GATEWAY_EXPIRES_S = 10.0  # they ask every few seconds
+LOOK_INTERVAL_S = 0.1  # between two looks for silent replicas, which are at all of them, while others report
 
 
 class RouterCore:
-    """Answer verifiers' reports with plans, and gateways' asks with assignments; `now_s` never runs backwards."""
+    """Answer verifiers' reports with plans, and tell gateways the news; `now_s` never runs backwards."""
 
-    def __init__(self, policy: RouterPolicy | None = None) -> None:
-        self.policy = policy or RouterPolicy()
-        self.is_stopping = False  # told to every gateway
+    def __init__(self, policy: RouterPolicy | None = None, epoch: int = 0) -> None:
+        """`epoch`: another one for every router that gateways may hear."""
+        self._policy = policy or RouterPolicy()
+        self._epoch = epoch
+        self._is_stopping = False  # told to every gateway
+        self._changes = Changes()
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
         self._learners: dict[str, tuple[float, LearnerStatus]] = {}  # of each pool that has one, when it reported
-        self._decisions: Counter[tuple[str, str]] = Counter()
-        self._placements: Counter[PlacementReason] = Counter()
+        self._gateways: dict[str, float] = {}  # that follow the news, and when they last asked
+        self._tallies: dict[str, Tally] = {}  # of each gateway, for good: counters do not fall
+        self._decisions: Counter[tuple[str, str]] = Counter()  # that changed earlier ones
         self._started_s: float | None = None  # time of the first report
-        self._heard_ids: set[str] = set()  # replicas that reported or left since the start; empty once `is_new` is over
+        self._looked_s = -math.inf
+        self._heard_ids: set[str] = set()  # replicas that reported or left since the start; empty once it knows all
+        self._knows_all = False  # every replica has had time to report
 
     def report_verifier(self, report: VerifierReport, now_s: float) -> Directive:
         """Store a verifier's report and return what changes; raise `StaleEpochError` for an old incarnation."""
         self._begin(now_s)
         memory = self._memory_for(report)
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
-        decision = plan_speculation(report, drafters, memory, self.policy, now_s)
+        decision = plan_speculation(report, drafters, memory, self._policy, now_s)
         takers = self._takers(report)
         crowded_since_s = self._crowded_since_s(report, takers, now_s)
         load = replace(report.load, requests=())  # no route depends on them: snapshots stay small
@@ -59,6 +68,8 @@ class RouterCore:
             default_plan=decision.default_plan,
             price=decision.price,
         )
+        known = self._verifiers.get(report.verifier_id)
+        self._changes.put(report.verifier_id, None if known is None else known.state, state)
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, crowded_since_s)
         self._decisions.update(decision.switched)
         # a draining drafter keeps its links until its last session has ended
@@ -69,7 +80,7 @@ class RouterCore:
             drafters=links,
             weights=self._missed_weights(report),
             has_taker=bool(takers),
-            moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self.policy.move_after_s,
+            moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self._policy.move_after_s,
         )
 
     def _missed_weights(self, report: VerifierReport) -> FleetWeights | None:
@@ -97,58 +108,103 @@ class RouterCore:
         known = self._drafters.get(report.drafter_id)
         if known is not None:
             _refuse_stale(report.drafter_id, report.epoch, known.report.epoch)
-        self._drafters[report.drafter_id] = DrafterState(report=report, reported_s=now_s)
+        state = DrafterState(report=report, reported_s=now_s)
+        self._changes.put(report.drafter_id, self._drafters.get(report.drafter_id), state)
+        self._drafters[report.drafter_id] = state
         self._heard_ids.add(report.drafter_id)
 
     def report_learner(self, status: LearnerStatus, now_s: float) -> None:
         """Store what a pool's learner is at: for operators, nothing is decided by it."""
+        _, last = self._learners.get(status.pool, (0.0, None))
         self._learners[status.pool] = now_s, status
+        if status != last:
+            self._changes.note()
 
-    def route(self, ask: RouteAsk, now_s: float) -> Assignment:
-        """Place a new request, and count it as load until the replicas' next reports."""
-        self._expire(now_s)
-        assignment = route(self._live(now_s), ask, now_s, self.policy)
-        for verifier_id in (assignment.verifier_id, assignment.prefill_verifier_id):
-            if verifier_id is not None:
-                verifier = self._verifiers[verifier_id]
-                verifier.state = replace(verifier.state, num_assigned=verifier.state.num_assigned + 1)
-        drafter = self._drafters.get(assignment.plan.drafter_id or "")
-        if drafter is not None:
-            self._drafters[drafter.report.drafter_id] = replace(drafter, num_assigned=drafter.num_assigned + 1)
-        self._decisions[decision_of(assignment.plan)] += 1
-        self._placements[assignment.reason] += 1
-        return assignment
+    def hear_gateway(self, ask: NewsAsk, now_s: float) -> None:
+        """Note what a gateway has chosen, and that it is there."""
+        if ask.gateway_id not in self._gateways:
+            self._changes.note()
+        self._gateways[ask.gateway_id] = now_s
+        self._tallies[ask.gateway_id] = ask.tally
+
+    def stop_taking(self) -> None:
+        """Have every gateway refuse new requests."""
+        self._is_stopping = True
+        self._changes.note()
+
+    @property
+    def policy(self) -> RouterPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: RouterPolicy) -> None:
+        self._policy = policy
+        self._changes.note()
+
+    @property
+    def version(self) -> int:
+        """How much there has been to tell."""
+        return self._changes.version
+
+    def news(self, seen: Cursor | None, now_s: float) -> FleetNews:
+        """Return what has changed since somebody has `seen` it, or all."""
+        self.look(now_s)
+        changes = self._changes
+        is_known = seen is not None and seen.epoch == self._epoch and changes.knows(seen.version)
+        since = seen.version if seen is not None and is_known else 0
+        live = self._live(now_s)
+        changed = replace(
+            live,
+            verifiers=tuple(each for each in live.verifiers if changes.is_new(each.report.verifier_id, since)),
+            drafters=tuple(each for each in live.drafters if changes.is_new(each.report.drafter_id, since)),
+        )
+        return FleetNews(
+            cursor=Cursor(epoch=self._epoch, version=changes.version),
+            is_whole=not is_known and not self.is_new(now_s),
+            changed=changed,
+            policy=self._policy,
+        )
 
     def snapshot(self, now_s: float) -> FleetSnapshot:
-        """Forget silent replicas and return the live ones: gateways route by them while the router is away."""
-        self._expire(now_s)
-        return self._live(now_s).with_counts(self._decisions, self._placements)
+        """Return all that is live."""
+        self.look(now_s)
+        return self._live(now_s)
 
     def remove(self, replica_id: str) -> None:
         """Forget a verifier or drafter that has gone; an unknown id may have expired, and is no error."""
-        self._verifiers.pop(replica_id, None)
-        self._drafters.pop(replica_id, None)
+        self._forget(replica_id)
         self._heard_ids.add(replica_id)
 
     def is_new(self, now_s: float) -> bool:
         """Return whether a replica may be up that has not had time to report to this router."""
-        return self._started_s is None or now_s - self._started_s <= self.policy.expire_after_s
+        return self._started_s is None or now_s - self._started_s <= self._policy.expire_after_s
 
     def _begin(self, now_s: float) -> None:
         self._started_s = now_s if self._started_s is None else self._started_s
-        if not self.is_new(now_s):
-            self._heard_ids.clear()
-        self._expire(now_s)
+        if now_s - self._looked_s >= LOOK_INTERVAL_S:
+            self.look(now_s)
 
-    def _expire(self, now_s: float) -> None:
-        policy = self.policy
-        silent = [id_ for id_, known in self._verifiers.items() if not is_fresh(known.state.reported_s, now_s, policy)]
-        for replica_id in silent:
-            del self._verifiers[replica_id]
-        silent = [id_ for id_, drafter in self._drafters.items() if not is_fresh(drafter.reported_s, now_s, policy)]
-        for replica_id in silent:
-            del self._drafters[replica_id]
-        self._learners = {pool: last for pool, last in self._learners.items() if is_fresh(last[0], now_s, policy)}
+    def look(self, now_s: float) -> None:
+        """Forget who has fallen silent; notice that all replicas have had time to report."""
+        self._looked_s = now_s
+        if not self._knows_all and not self.is_new(now_s):
+            self._knows_all = True
+            self._heard_ids.clear()
+            self._changes.tell_all()
+        policy = self._policy
+        reported_s = {id_: known.state.reported_s for id_, known in self._verifiers.items()}
+        reported_s |= {id_: drafter.reported_s for id_, drafter in self._drafters.items()}
+        for replica_id in [id_ for id_, last_s in reported_s.items() if not is_fresh(last_s, now_s, policy)]:
+            self._forget(replica_id)
+        learners = {pool: last for pool, last in self._learners.items() if is_fresh(last[0], now_s, policy)}
+        gateways = {id_: last_s for id_, last_s in self._gateways.items() if now_s - last_s <= GATEWAY_EXPIRES_S}
+        if len(learners) < len(self._learners) or len(gateways) < len(self._gateways):
+            self._learners, self._gateways = learners, gateways
+            self._changes.note()
+
+    def _forget(self, replica_id: str) -> None:
+        if self._verifiers.pop(replica_id, None) is not None or self._drafters.pop(replica_id, None) is not None:
+            self._changes.leave(replica_id)
 
     def _memory_for(self, report: VerifierReport) -> VerifierMemory:
         """Return what is remembered of a verifier: nothing of one that is new or restarted."""
@@ -162,19 +218,22 @@ class RouterCore:
         """Return the drafters that a verifier has links to and that have not reported to a new router yet."""
         if not self.is_new(now_s):
             return []
-        longest = self.policy.max_draft_length
+        longest = self._policy.max_draft_length
         unheard = [drafter_id for drafter_id in report.drafters_up if drafter_id not in self._heard_ids]
         reports = [DrafterReport(drafter_id=id_, endpoint="", epoch=0, max_draft_length=longest) for id_ in unheard]
         return [DrafterState(report=report, reported_s=now_s) for report in reports]
 
     def _live(self, now_s: float) -> FleetSnapshot:
-        return FleetSnapshot(
+        tally = functools.reduce(Tally.plus, self._tallies.values(), Tally(self._decisions))
+        fleet = FleetSnapshot(
             verifiers=tuple([verifier.state for verifier in self._verifiers.values()]),
             drafters=tuple(self._drafters.values()),
             decided_at_s=now_s,
             learners=tuple([status for _, status in self._learners.values()]),
-            is_stopping=self.is_stopping,
+            is_stopping=self._is_stopping,
+            num_gateways=len(self._gateways),
         )
+        return fleet.with_counts(tally.decisions, tally.placements)
 
 
 class StaleEpochError(RuntimeError):

@@ -1,7 +1,7 @@
 """Where a new request goes: a pure function of the reports.
 
-A verifier gets no new request if it does not report, drains, or lacks the weights that the fleet took last. Of the
-others:
+Every gateway calls it for its own requests, with the router's news and its own counts (`FleetView`). A verifier gets no
+new request if it drains, or lacks the weights that the fleet took last. Of the others:
 1. A request with an `affinity_key` goes where that key's requests went before, so that their common prefix is in the
    KV cache. The verifiers are ranked by a hash of key and verifier (rendezvous hashing: when one joins or leaves, only
    its own keys move); the first whose load is at most AFFINITY_LOAD_FACTOR times the least load plus AFFINITY_SLACK
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 from outrider.cluster.router.drafter_assignment import stable_hash
 from outrider.cluster.router.fleet import (
@@ -34,7 +33,6 @@ from outrider.cluster.router.fleet import (
     VerifierReport,
     VerifierRole,
     VerifierState,
-    is_fresh,
 )
 from outrider.cluster.router.planning import plan_arrival
 
@@ -53,27 +51,24 @@ class NoVerifierError(RuntimeError):
 def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPolicy | None = None) -> Assignment:
     """Choose verifier, drafter and draft length for a new request; raise `NoVerifierError` when there is no verifier.
 
-    Replicas expire by the snapshot's own time, not by `now_s`: while the router is away no report can arrive. Loads of
-    a snapshot older than `stale_snapshot_s` are outdated; requests are then spread by their hash.
+    Loads of a snapshot older than `stale_snapshot_s` are outdated: requests are then spread by their hash.
     """
     policy = policy or RouterPolicy()
-    live = [state for state in snapshot.verifiers if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
-    accepting = [state for state in live if not state.report.draining]
-    weights = FleetWeights.of(state.report for state in live)
+    accepting = [state for state in snapshot.verifiers if not state.report.draining]
+    weights = FleetWeights.of(state.report for state in snapshot.verifiers)
     current = [state for state in accepting if state.report.serves(weights)]
     eligible = [state for state in current if state.report.verifier_id not in ask.excluded_verifier_ids]
     if not eligible:
         raise NoVerifierError(
-            f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, {len(live)} reporting, "
-            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} with other weights than the "
-            f"fleet's, {len(current) - len(eligible)} excluded by the request"
+            f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, "
+            f"{len(snapshot.verifiers) - len(accepting)} draining, {len(accepting) - len(current)} with other weights "
+            f"than the fleet's, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     for_decode = [state for state in eligible if state.report.role is not VerifierRole.PREFILL]
     chosen, reason = _choose_verifier(for_decode or eligible, ask, is_stale)
     prefill = _choose_prefill(eligible, chosen, ask, is_stale, policy)
-    drafters = [state for state in snapshot.drafters if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
-    plan = plan_arrival(chosen, drafters, ask, policy)
+    plan = plan_arrival(chosen, snapshot.drafters, ask, policy)
     report = chosen.report
     return Assignment(
         verifier_id=report.verifier_id,
@@ -95,25 +90,9 @@ def is_crowded(report: VerifierReport, takers: Sequence[VerifierState]) -> bool:
     decode = [taker for taker in takers if taker.report.role is not VerifierRole.PREFILL]
     idle = [taker for taker in decode if taker.report.load.num_waiting == 0]
     return any(
-        taker.report.load.num_running + taker.num_assigned + 1 < report.load.num_running
+        taker.report.load.num_running + taker.report.num_pending + 1 < report.load.num_running
         and taker.report.load.kv_usage <= MAX_TAKER_KV
         for taker in idle
-    )
-
-
-def with_assignment(snapshot: FleetSnapshot, assignment: Assignment) -> FleetSnapshot:
-    """Return the snapshot with a routed request counted, so that the next requests before a report go elsewhere."""
-    verifier_ids = (assignment.verifier_id, assignment.prefill_verifier_id)
-    return replace(
-        snapshot,
-        verifiers=tuple(
-            replace(state, num_assigned=state.num_assigned + (state.report.verifier_id in verifier_ids))
-            for state in snapshot.verifiers
-        ),
-        drafters=tuple(
-            replace(state, num_assigned=state.num_assigned + (state.report.drafter_id == assignment.plan.drafter_id))
-            for state in snapshot.drafters
-        ),
     )
 
 
@@ -154,7 +133,7 @@ def _load(state: VerifierState, ask: RouteAsk) -> float:
     num_ahead = 0 if ask.priority < 0 else report.load.num_waiting
     price = min(1.0, state.price or 0.0)
     used = WAITING_WEIGHT * num_ahead + KV_WEIGHT * report.load.kv_usage + PRICE_WEIGHT * price
-    return report.load.num_running + used + state.num_assigned
+    return report.load.num_running + report.num_pending + state.num_assigned + used
 
 
 def _spread(state: VerifierState, request_id: str) -> tuple[int, str]:

@@ -94,14 +94,14 @@ class FakeVerifier:
         now_s: float = 0.0,
     ) -> None:
         self.verifier_id = verifier_id
-        self.draining = False
+        self.draining, self.num_taken = False, 0
         self.clock_s = now_s
         self._shape, self._ledger, self._drafters, self._lengths = shape, ledger, drafters, lengths
         self._profile = shape.profile()
         self._rows = np.zeros((NUM_LINES, shape.max_num_seqs), dtype=np.int64)
         self._num_rows = 0
         self._plans: dict[int, SpeculationPlan] = {}
-        self._waiting: deque[int] = deque()
+        self.waiting: deque[int] = deque()
         self._prefills: deque[_Prefill] = deque()
         self._kv_reserved = 0
         self._speed: DraftSpeed | None = None
@@ -121,7 +121,7 @@ class FakeVerifier:
 
     @property
     def num_requests(self) -> int:
-        return self._num_rows + len(self._prefills) + len(self._waiting)
+        return self._num_rows + len(self._prefills) + len(self.waiting)
 
     @property
     def num_undrafted(self) -> int:
@@ -132,7 +132,8 @@ class FakeVerifier:
         """Take a request; it is admitted when the round that runs has ended."""
         self.advance(now_s)
         self._plans[number] = plan
-        self._waiting.append(number)
+        self.waiting.append(number)
+        self.num_taken += 1
 
     def advance(self, until_s: float) -> None:
         """Run every round that begins before `until_s`."""
@@ -150,12 +151,12 @@ class FakeVerifier:
     def _admit(self) -> None:
         """Start waiting requests, first come first served, while the KV of their whole length is free."""
         workload = self._ledger.workload
-        while self._waiting and self._num_rows + len(self._prefills) < self._shape.max_num_seqs:
-            number = self._waiting[0]
+        while self.waiting and self._num_rows + len(self._prefills) < self._shape.max_num_seqs:
+            number = self.waiting[0]
             need = int(workload.num_prompt_tokens[number] + workload.num_output_tokens[number])
             if self._kv_reserved + need > self._shape.kv_tokens:
                 return
-            self._waiting.popleft()
+            self.waiting.popleft()
             self._kv_reserved += need
             self._prefills.append(_Prefill(number, int(workload.num_prompt_tokens[number])))
 
@@ -314,7 +315,7 @@ class FakeVerifier:
         knee, trip_s = self._lengths.knee if with_knee else None, self._round.round_trip_s
         load = EngineLoad(
             num_running=self._num_rows + len(self._prefills),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self.waiting),
             num_decoding=self._num_rows,
             kv_usage=self._kv_reserved / self._shape.kv_tokens,
             tokens_per_s=(self._num_committed - committed_before) / elapsed_s,
@@ -333,6 +334,7 @@ class FakeVerifier:
             endpoint=f"{self.verifier_id}:0",
             epoch=1,
             load=load,
+            num_taken=self.num_taken,
             max_model_len=self._shape.kv_tokens,
             step_times=self._profile,
             linked_drafters=drafters_up,
@@ -354,7 +356,7 @@ class FakeVerifier:
     def _request_loads(self) -> tuple[RequestLoad, ...]:
         rows = [(True, number) for number in self._rows[NUMBER, : self._num_rows].tolist()]
         rows += [(True, prefill.number) for prefill in self._prefills]
-        rows += [(False, number) for number in self._waiting]
+        rows += [(False, number) for number in self.waiting]
         return tuple(
             RequestLoad(
                 request_id=str(number),

@@ -25,7 +25,8 @@ class Ledger:
     num_accepted_tokens: int = 0
     num_steps: int = 0
     num_advances: int = 0  # runs of like steps
-    num_finished: int = 0
+    num_finished: int = 0  # or refused
+    num_refused: int = 0
     _tokens_by_bin: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,6 +49,11 @@ class Ledger:
         self.finish_s[numbers] = at_s
         self.num_tokens[numbers] = num_tokens
         self.num_finished += len(numbers)
+
+    def refuse(self) -> None:
+        """Record that a request was refused; it has no times."""
+        self.num_refused += 1
+        self.num_finished += 1
 
     def count(
         self, at_s: float, *, num_tokens: int, num_drafts: int = 0, num_draft_tokens: int = 0, num_accepted: int = 0

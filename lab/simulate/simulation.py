@@ -5,7 +5,8 @@ that has started); the engines catch up in between (engines.py). Everything is d
 events of the same moment keep their order, so a seed gives the same figures every time.
 
 A fleet may be cut into cells, each with a router of its own, as large services are: a decision of the router looks at
-every replica that it knows.
+every replica that it knows. Requests are placed by what all reports say now; or by gateways, in turn, each of which
+knows what the router told a moment ago, and what it has placed itself since.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import enum
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outrider.cluster.router.fleet import DrafterReport, RouteAsk, RouterPolicy, VerifierReport
+from outrider.cluster.router.fleet import Assignment, DrafterReport, RouteAsk, RouterPolicy, VerifierReport
+from outrider.cluster.router.news import FleetNews
 from outrider.cluster.router.router import RouterCore
 from outrider.cluster.router.routing import NoVerifierError
+from outrider.cluster.router.search import Search
+from outrider.cluster.router.view import FleetView
 from outrider.lab.simulate.drafting import DrafterShape, FakeDrafter
 from outrider.lab.simulate.engines import FakeVerifier, VerifierShape
 from outrider.lab.simulate.ledger import Ledger
@@ -29,6 +33,7 @@ from outrider.lab.simulate.load import Workload
 from outrider.lab.simulate.scaling import PoolScaler, ScalingOptions
 
 RETRY_INTERVAL_S = 0.25  # of a gateway that found no verifier
+NEWS_INTERVAL_S = 0.05  # between the router's news to gateways, and from a report to a gateway at the least
 PROGRESS_EVENTS = 1 << 12
 
 
@@ -72,8 +77,13 @@ class SimulationOptions:
     lengths: LengthMode = LengthMode.PRICED
     report_interval_s: float = 0.25
     scaling: ScalingOptions | None = None
+    num_gateways: int | None = None  # None: requests are placed by somebody who hears every report at once
+    has_affinity: bool = False  # every request has a prefix of its own
+    most_waiting: int | None = None  # requests at a verifier, which refuses more; None: it takes all
 
     def __post_init__(self) -> None:
+        if self.num_gateways is not None and self.num_gateways < 1:
+            raise ValueError("num_gateways must be at least 1")
         if not 0 < self.report_interval_s < self.policy.expire_after_s:
             raise ValueError("report_interval_s must be positive and below the policy's expire_after_s")
 
@@ -98,6 +108,7 @@ class Event(enum.IntEnum):
     SCALE = 3
     START_VERIFIER = 4
     START_DRAFTER = 5
+    TELL_NEWS = 6
 
 
 @dataclass(slots=True)
@@ -105,6 +116,8 @@ class _Cell:
     """A router and its replicas."""
 
     router: RouterCore
+    views: list[FleetView]  # of those who place requests
+    news: FleetNews | None = None  # on its way to gateways
     verifiers: dict[str, FakeVerifier] = field(default_factory=dict)
     drafters: dict[str, FakeDrafter] = field(default_factory=dict)
     reports: dict[str, VerifierReport] = field(default_factory=dict)
@@ -126,7 +139,10 @@ class Simulation:
         self.ledger = Ledger(workload, random)
         self.samples: list[PoolSample] = []
         self.num_events = 0
-        self._cells = [_Cell(RouterCore(options.policy)) for _ in range(fleet.num_cells)]
+        num_views = options.num_gateways or 1
+        self._cells = [
+            _Cell(RouterCore(options.policy), [FleetView() for _ in range(num_views)]) for _ in range(fleet.num_cells)
+        ]
         self._queue: list[tuple[float, int, Event, int, str]] = []
         self._order = itertools.count()
         self._num_verifiers, self._num_drafters = 0, 0  # ever started: their names
@@ -157,6 +173,9 @@ class Simulation:
             self._add_drafter(index % len(self._cells), 0.0, interval_s * (index + 1) / self.fleet.num_drafters)
         for index in range(self.fleet.num_verifiers):
             self._add_verifier(index % len(self._cells), 0.0, interval_s * (index + 1) / self.fleet.num_verifiers)
+        if self.options.num_gateways is not None:
+            for index in range(len(self._cells)):
+                self._push(0.0, Event.TELL_NEWS, index)
         if self.options.scaling is not None:
             self._scaler = PoolScaler(
                 self.options.scaling, num_verifiers=self.fleet.num_verifiers, num_drafters=self.fleet.num_drafters
@@ -175,6 +194,8 @@ class Simulation:
             self._arrive(int(name), now_s)
         elif event is Event.SCALE:
             self._scale(cell, now_s)
+        elif event is Event.TELL_NEWS:
+            self._tell_news(cell, index, now_s)
         else:
             self._num_starting[event] -= 1
             add = self._add_verifier if event is Event.START_VERIFIER else self._add_drafter
@@ -183,13 +204,57 @@ class Simulation:
     def _arrive(self, number: int, now_s: float) -> None:
         index = number % len(self._cells)
         cell = self._cells[index]
-        ask = RouteAsk(request_id=str(number), num_prompt_tokens=int(self.workload.num_prompt_tokens[number]))
-        try:
-            assignment = cell.router.route(ask, now_s)
-        except NoVerifierError:
+        view = cell.views[number // len(self._cells) % len(cell.views)]
+        if self.options.num_gateways is None:
+            view.take(cell.router.news(view.cursor, now_s))
+        search = Search(may_wait=self.options.num_gateways is None)
+        while (chosen := self._place(cell, view, number, search, now_s)) is not None:
+            verifier = cell.verifiers[chosen.verifier_id]
+            if self._has_room(verifier, search, view, chosen, now_s):
+                verifier.submit(number, chosen.plan, now_s)
+                view.begin(str(number), chosen.verifier_id, chosen.plan.drafter_id)
+                view.accept(str(number), verifier.num_taken)
+                return
+            if not search.refused(chosen.verifier_id):
+                break
+        if search.full_ids:
+            self.ledger.refuse()
+        else:
             self._push(now_s + RETRY_INTERVAL_S, Event.RETRY, index, str(number))
-            return
-        cell.verifiers[assignment.verifier_id].submit(number, assignment.plan, now_s)
+
+    def _place(self, cell: _Cell, view: FleetView, number: int, search: Search, now_s: float) -> Assignment | None:
+        """Return where a request goes next; None: no verifier is left."""
+        ask = RouteAsk(
+            request_id=str(number),
+            num_prompt_tokens=int(self.workload.num_prompt_tokens[number]),
+            affinity_key=str(number) if self.options.has_affinity else None,
+        )
+        while True:
+            try:
+                return view.place(replace(ask, excluded_verifier_ids=search.excluded_ids), now_s)
+            except NoVerifierError:
+                if not search.none_left():
+                    return None
+
+    def _has_room(
+        self, verifier: FakeVerifier, search: Search, view: FleetView, chosen: Assignment, now_s: float
+    ) -> bool:
+        """Return whether a verifier takes a request, by what it knows of its queue."""
+        state = view.state_of(chosen.verifier_id)
+        assert state is not None
+        most = search.most_waiting(chosen, state, self.options.most_waiting)
+        if most is None:
+            return True
+        verifier.advance(now_s)
+        return verifier.num_requests + 1 - self.fleet.verifier.max_num_seqs <= most
+
+    def _tell_news(self, cell: _Cell, index: int, now_s: float) -> None:
+        """Let all gateways hear what the router said at the last time, and let it say what is new."""
+        if cell.news is not None:
+            for view in cell.views:
+                view.take(cell.news)
+        cell.news = cell.router.news(cell.news.cursor if cell.news is not None else None, now_s)
+        self._push(now_s + NEWS_INTERVAL_S, Event.TELL_NEWS, index)
 
     def _report_verifier(self, cell: _Cell, index: int, name: str, now_s: float) -> None:
         verifier = cell.verifiers[name]

@@ -1,11 +1,15 @@
 """`make study NAME=router`: what the global router's decisions cost at a large fleet, without the fleet.
 
 The router's core is called as its actor calls it: verifiers report their requests, whose counters go on between reports
-as those of live ones do, drafters report, and new requests are routed. Only the core's own time counts.
+as those of live ones do, drafters report; a gateway hears the news and places new requests. Only their own time counts.
+
+Then, in virtual time: what it costs requests that each of many gateways places by news of a moment ago, and by its own
+counts, instead of a router that hears every report and places them all (`Gateways`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -179,12 +183,16 @@ def measure(options: RouterBenchOptions, situation: Situation, clock: Callable[[
 
 def _time_routes(core: Any, num_routes: int, now_s: float, clock: Callable[[], float], timings: Timings) -> None:
     from outrider.cluster.router.fleet import RouteAsk
+    from outrider.cluster.router.view import FleetView
 
+    view = FleetView()
+    view.take(core.news(None, now_s))
     for number in range(num_routes):
         for key, times_s in ((None, timings.route_s), (f"prefix-{number % 50}", timings.affine_route_s)):
             ask = RouteAsk(request_id=f"new-{number}-{key}", num_prompt_tokens=100, affinity_key=key)
             begin_s = clock()
-            core.route(ask, now_s)
+            assignment = view.place(ask, now_s)
+            view.begin(ask.request_id, assignment.verifier_id, assignment.plan.drafter_id)
             times_s.append(clock() - begin_s)
 
 
@@ -226,6 +234,94 @@ def _percentile_s(times_s: list[float], fraction: float) -> float:
     return found_s
 
 
+# --- many gateways ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateways:
+    """A fleet at a load, placed for by gateways or by one that knows all. Raises `ValueError` naming the field.
+
+    Its verifiers run few requests each, so that one too many has to wait.
+    """
+
+    num_gateways: int = 50
+    num_verifiers: int = 1000
+    seconds: float = 9.0  # of virtual time; the first third, in which the fleet fills, does not count
+    max_num_seqs: int = 8
+    most_waiting: int = 4  # at a verifier
+    target_params: float = 70e9  # on H100s
+
+    def __post_init__(self) -> None:
+        for name in ("num_gateways", "num_verifiers", "seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """What requests waited for their first token, and how many were refused, at one load."""
+
+    load: float  # of what the fleet can do
+    placed_by: str
+    p50_s: float
+    p99_s: float
+    refused_share: float
+
+
+LOADS = (0.9, 1.4)
+
+
+def compare(gateways: Gateways, load: float) -> list[Waits]:
+    """Place the same requests by a router that knows all, and by gateways."""
+    import numpy as np
+
+    from outrider.lab.simulate.accelerators import ACCELERATORS
+    from outrider.lab.simulate.simulation import Simulation
+    from outrider.lab.simulate.steady import steady_state
+    from outrider.lab.simulate.system import LoadLaw, System, off_arm
+
+    system = System.of(ACCELERATORS["H100"], target_params=gateways.target_params, draft_params=1e9)
+    fleet = dataclasses.replace(system, max_num_seqs=gateways.max_num_seqs).plain(gateways.num_verifiers)
+    law = LoadLaw()
+    full = steady_state(fleet, law.lengths, law.acceptance, gateways.max_num_seqs, 0)
+    qps = load * full.tokens_per_s / law.lengths.num_output_tokens
+    rows = []
+    for name, num_gateways in (("one that knows all", None), ("gateways", gateways.num_gateways)):
+        random = np.random.default_rng(0)
+        workload = law.steady(qps, max(1, int(qps * gateways.seconds)), random)
+        options = dataclasses.replace(
+            off_arm().options, num_gateways=num_gateways, has_affinity=True, most_waiting=gateways.most_waiting
+        )
+        simulation = Simulation(fleet, workload, options, random)
+        simulation.run()
+        waits_s = simulation.ledger.ttft_s[workload.arrival_s > gateways.seconds / 3]
+        served_s = waits_s[~np.isnan(waits_s)].tolist()
+        rows.append(
+            Waits(
+                load=load,
+                placed_by=name,
+                p50_s=_percentile_s(served_s, 0.5),
+                p99_s=_percentile_s(served_s, 0.99),
+                refused_share=float(np.isnan(waits_s).mean()),
+            )
+        )
+    return rows
+
+
+def waits_table(gateways: Gateways, rows: list[Waits]) -> Table:
+    """Draw the waits for a terminal."""
+    from rich.table import Table
+
+    title = f"{gateways.num_verifiers} verifiers of {gateways.max_num_seqs} requests, {gateways.num_gateways} gateways"
+    table = Table(title=title, title_justify="left")
+    for heading in ("load", "placed by", "first token after p50", "p99", "refused"):
+        table.add_column(heading, justify="left" if heading == "placed by" else "right")
+    for row in rows:
+        waits_ms = [f"{1e3 * seconds:.0f} ms" for seconds in (row.p50_s, row.p99_s)]
+        table.add_row(f"{row.load:.0%}", row.placed_by, *waits_ms, f"{row.refused_share:.2%}")
+    return table
+
+
 # --- the verb ---
 
 
@@ -237,10 +333,13 @@ def _percentile_s(times_s: list[float], fraction: float) -> float:
     "--num-rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Reports of every replica."
 )
 @click.option("--num-routes", type=click.IntRange(min=1), default=500, show_default=True, help="New requests.")
+@click.option(
+    "--num-gateways", type=click.IntRange(min=0), default=50, show_default=True, help="0: their waits are left out."
+)
+@click.option("--simulated-verifiers", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-def router(json_file: Path | None, **options: int) -> None:
-    """Time the router's decisions: microseconds per report, per request in it and per new request."""
-    import dataclasses
+def router(json_file: Path | None, num_gateways: int, simulated_verifiers: int, **options: int) -> None:
+    """Time the router's decisions and gateways' choices; simulate what requests wait where many gateways choose."""
     import time
 
     from rich.console import Console
@@ -250,8 +349,18 @@ def router(json_file: Path | None, **options: int) -> None:
     progress = track(SITUATIONS, description="reports", console=Console(stderr=True), auto_refresh=False)
     rows = [measure(bench_options, situation, time.thread_time) for situation in progress]
     console_of(PLAIN_WIDTH).print(to_table(bench_options, rows))
+    waits: list[Waits] = []
+    if num_gateways:
+        gateways = Gateways(num_gateways=num_gateways, num_verifiers=simulated_verifiers)
+        loads = track(LOADS, description="gateways", console=Console(stderr=True), auto_refresh=False)
+        waits = [row for load in loads for row in compare(gateways, load)]
+        console_of(PLAIN_WIDTH).print(waits_table(gateways, waits))
     if json_file is not None:
-        figures = {"options": dataclasses.asdict(bench_options), "rows": [dataclasses.asdict(row) for row in rows]}
+        figures: dict[str, Any] = {
+            "options": dataclasses.asdict(bench_options),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        figures["waits"] = [dataclasses.asdict(row) for row in waits]
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
 
 

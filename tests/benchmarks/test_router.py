@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.router import NUM_WARM_ROUNDS, SITUATIONS, RouterBenchOptions, measure, router
+from benchmarks.router import LOADS, NUM_WARM_ROUNDS, SITUATIONS, Gateways, RouterBenchOptions, compare, measure, router
 
 TINY = RouterBenchOptions(num_requests=22, num_verifiers=4, num_drafters=2, num_rounds=3, num_routes=5)
 
@@ -48,14 +48,28 @@ def test_situations_are_what_they_say():
 def test_the_verb_prints_and_writes(tmp_path: Path):
     path = tmp_path / "figures.json"
     options = ["--num-requests", "6", "--num-verifiers", "2", "--num-drafters", "1", "--num-rounds", "2"]
+    options += ["--num-gateways", "2", "--simulated-verifiers", "4"]
     result = CliRunner().invoke(router, [*options, "--num-routes", "2", "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "6 requests on 2 verifiers, 1 drafters" in result.output
     figures = json.loads(path.read_text())
     assert [row["name"] for row in figures["rows"]] == [situation.name for situation in SITUATIONS]
     assert all(row["decision_s"] > 0 for row in figures["rows"])
+    assert [row["placed_by"] for row in figures["waits"]] == ["one that knows all", "gateways"] * len(LOADS)
+    assert "4 verifiers of 8 requests, 2 gateways" in result.output
 
 
 def test_options_are_checked():
     with pytest.raises(ValueError, match="num_verifiers must be at least 1"):
         RouterBenchOptions(num_verifiers=0)
+    with pytest.raises(ValueError, match="num_gateways must be positive"):
+        Gateways(num_gateways=0)
+
+
+def test_gateways_make_requests_wait_little_longer_and_refuse_where_all_is_full():
+    gateways = Gateways(num_gateways=10, num_verifiers=20, seconds=9.0)
+    for load in (0.8, 2.0):
+        knowing, many = compare(gateways, load)
+        assert 0.0 < many.p50_s <= 1.5 * knowing.p50_s
+        assert many.p99_s <= 1.5 * knowing.p99_s
+        assert (many.refused_share > 0.01) == (knowing.refused_share > 0.01) == (load > 1.0)

@@ -1,4 +1,4 @@
-"""A fleet for a gateway's backend: a handle that plays the router, real gRPC servers that play verifiers."""
+"""A fleet for a gateway's backend: a client that plays the router, real gRPC servers that play verifiers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import grpc
 
 from fakes.engine_bench import EngineBench
 from fakes.reports import verifier_report
+from outrider.cluster.common.errors import Unavailable
 from outrider.cluster.gateway.choice import Backend
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.gateway.routed_backend import RoutedBackend
+from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.router.fleet import (
     Assignment,
     FleetSnapshot,
     PlacementReason,
-    RouteAnswer,
     RouteAsk,
     RouterPolicy,
     VerifierState,
 )
+from outrider.cluster.router.news import Cursor, FleetNews
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import GatewayStream, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
@@ -74,49 +76,74 @@ async def until(condition: Callable[[], Any]) -> None:
 # --- the router ---
 
 
-class Method:
-    """A method of the router's handle that plays `answer`: a value, an error, or None for ever."""
+class Router(RouterClient):
+    """A gateway's client of a router, which chooses by a script instead of news.
 
-    def __init__(self, answer: Callable[..., Any]) -> None:
-        self._answer = answer
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def remote(self, *arguments: Any) -> Any:
-        self.asked.append(arguments)
-        answer = self._answer(*arguments)
-        if answer is HANGS:
-            await asyncio.get_running_loop().create_future()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-
-class Router:
-    """The router's deployment handle: it gives `answer`, or where that is None what `endpoints` has, in their order.
-
-    An assignment is wrapped as the router does it.
+    It gives `answer`; where that is None, what `choose` says, which says at first what `endpoints` has, in their order.
     """
 
-    def __init__(self, answer: Any = None, snapshot: Any = HANGS) -> None:
-        self.answer, self.snapshot_answer = answer, snapshot
+    def __init__(self) -> None:
+        super().__init__(None, "g")
+        self.answer: Assignment | None = None
+        self.choose: Callable[[RouteAsk], Assignment | None] = self.first
         self.endpoints: dict[str, str] = {}
-        self.route = Method(self._route)
-        self.snapshot = Method(lambda: self.snapshot_answer)
+        self.asks: list[RouteAsk] = []
 
-    def _route(self, ask: RouteAsk) -> Any:
-        if isinstance(self.answer, Assignment):
-            return RouteAnswer(None if self.answer.verifier_id in ask.excluded_verifier_ids else self.answer)
-        if self.answer is not None:
-            return self.answer
+    def route(self, ask: RouteAsk) -> Assignment:
+        self.asks.append(ask)
+        chosen = self.choose(ask) if self.answer is None else self.answer
+        if chosen is None or (chosen is self.answer and chosen.verifier_id in ask.excluded_verifier_ids):
+            raise Unavailable("no verifier is ready")
+        return chosen
+
+    def first(self, ask: RouteAsk) -> Assignment | None:
         for verifier_id, endpoint in self.endpoints.items():
             if verifier_id not in ask.excluded_verifier_ids:
-                reason = PlacementReason.ONLY
-                return RouteAnswer(Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=reason))
-        return RouteAnswer(None)
+                return Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=PlacementReason.ONLY)
+        return None
 
-    @property
-    def asks(self) -> list[RouteAsk]:
-        return [ask for (ask,) in self.route.asked]
+    def know(self, fleet: FleetSnapshot) -> None:
+        """Take a fleet's state as news."""
+        self.view.take(news_of(fleet))
+
+
+class Handle:
+    """A handle to a deployment's replica in this process: `handle.method.remote(…)`, or a stream of what it yields."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(getattr(self._replica, name))
+
+
+class _Method:
+    def __init__(self, method: Callable[..., Any], *, is_stream: bool = False) -> None:
+        self._method, self._is_stream = method, is_stream
+
+    def options(self, *, stream: bool) -> _Method:
+        return _Method(self._method, is_stream=stream)
+
+    def remote(self, *arguments: Any) -> Any:
+        called = self._method(*arguments)
+        return _Answers(called) if self._is_stream else called
+
+
+class _Answers:
+    def __init__(self, answers: AsyncGenerator[Any]) -> None:
+        self._answers = answers
+        self.is_cancelled = False
+
+    async def __anext__(self) -> Any:
+        return await anext(self._answers)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def news_of(fleet: FleetSnapshot, version: int = 1, *, is_whole: bool = True) -> FleetNews:
+    """Return news of a router that says all, or what has changed."""
+    return FleetNews(cursor=Cursor(epoch=1, version=version), is_whole=is_whole, changed=fleet, policy=RouterPolicy())
 
 
 def snapshot_of(*verifier_ids: str, age_s: float = 0.0, **report: Any) -> FleetSnapshot:
@@ -319,9 +346,8 @@ class Fleet:
         kv_peers: Sequence[str] = (),
     ) -> None:
         self.router = Router()
-        self.client = RouterClient(self.router, RouterPolicy())
         self.backend = RoutedBackend(
-            self.client,
+            self.router,
             "g",
             MODEL,
             max_queued_requests=max_queued_requests,

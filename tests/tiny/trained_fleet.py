@@ -1,4 +1,4 @@
-"""A fleet for trainers, without Ray: tiny models on real engine loops, gRPC, a router's core, the HTTP application."""
+"""A fleet for trainers, without Ray: tiny models on real engine loops, gRPC, a router, the HTTP application."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from exactness.small_engines import load
 from fakes.backend import build_tokenizer
+from fakes.played_fleet import Handle
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
@@ -26,12 +27,12 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.gateway.routed_backend import RoutedBackend
+from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.replicas.engine_shell import EngineShell
-from outrider.cluster.router.fleet import RouteAnswer, RouteAsk, RouterPolicy, VerifierReport
-from outrider.cluster.router.router import RouterCore
-from outrider.cluster.router.routing import NoVerifierError
+from outrider.cluster.replicas.router_replica import RouterReplica
+from outrider.cluster.router.fleet import RouterPolicy, VerifierReport
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.loop import EngineLoop
@@ -53,8 +54,8 @@ EOS = 2
 class TinyVerifier:
     """An engine with a tiny model, in its loop on a thread, behind a gRPC port; it reports to the router's core."""
 
-    def __init__(self, verifier_id: str, folder: Path, core: RouterCore) -> None:
-        self.verifier_id, self._core = verifier_id, core
+    def __init__(self, verifier_id: str, folder: Path, router: RouterReplica) -> None:
+        self.verifier_id, self._router = verifier_id, router
         self.endpoint = ""
         self.runner = load(make_model(), folder)
         self.weights = RankWeights(self.runner)
@@ -65,6 +66,8 @@ class TinyVerifier:
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self.error: BaseException | None = None
         self._running: set[str] = set()
+        self._reporting = asyncio.create_task(self._report_forever())
+        self._reports: asyncio.Queue[VerifierReport] = asyncio.Queue()
 
     @property
     def num_running(self) -> int:
@@ -106,23 +109,20 @@ class TinyVerifier:
             report = VerifierReport(
                 verifier_id=self.verifier_id, endpoint=self.endpoint, epoch=1, load=update.load, dtype="float32"
             )
-            self._core.report_verifier(report, time.time())
+            self._reports.put_nowait(report)
+
+    async def _report_forever(self) -> None:
+        while True:
+            await self._router.report_verifier(await self._reports.get())
 
     async def stop(self) -> None:
         """End as a killed replica does."""
-        self._core.remove(self.verifier_id)
+        self._reporting.cancel()
+        await self._router.remove(self.verifier_id)
         await self._server.stop(grace=None)
         self._shell.close()
         await asyncio.to_thread(self._thread.join)
         assert self.error is None
-
-
-class _Remote:
-    def __init__(self, answer: Callable[..., Any]) -> None:
-        self._answer = answer
-
-    async def remote(self, *arguments: Any) -> Any:
-        return self._answer(*arguments)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class TrainedFleet:
     http: httpx.AsyncClient
     app: FastAPI
     gateway: Gateway
-    core: RouterCore
+    router: RouterReplica
     fleet: FleetControl
     folder: Path
     verifiers: list[TinyVerifier] = field(default_factory=list)
@@ -144,7 +144,7 @@ class TrainedFleet:
 
     async def add_verifier(self, name: str, folder: Path | None = None) -> TinyVerifier:
         """Start another verifier, which has the first weights; wait until the gateway knows of it."""
-        verifier = TinyVerifier(name, folder or self.folder / name, self.core)
+        verifier = TinyVerifier(name, folder or self.folder / name, self.router)
         await verifier.start()
         self.verifiers.append(verifier)
         await until(lambda: any(report.verifier_id == name for report in self.fleet.verifiers))
@@ -160,21 +160,8 @@ async def until(condition: Callable[[], Any]) -> None:
 @contextlib.asynccontextmanager
 async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[TrainedFleet]:
     """Serve a tiny llama on `num_verifiers` verifiers, in rollouts."""
-    core = RouterCore(RouterPolicy())
-
-    def route(ask: RouteAsk) -> RouteAnswer:
-        try:
-            return RouteAnswer(core.route(ask, time.time()))
-        except NoVerifierError:
-            return RouteAnswer(None)
-
-    class Router:
-        route: Any
-        snapshot: Any
-
-    router = Router()
-    router.route, router.snapshot = _Remote(route), _Remote(lambda: core.snapshot(time.time()))
-    client = RouterClient(router, RouterPolicy())
+    router = RouterReplica(RouterPolicy())
+    client = RouterClient(Handle(router), "g")
     info = ModelInfo(
         name="tiny",
         max_model_len=MAX_MODEL_LEN,
@@ -205,8 +192,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     add_trainer_routes(app, doors)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as http:
-        fleet = TrainedFleet(http, app, gateway, core, control, folder)
-        client.snapshot = core.snapshot(time.time())
+        fleet = TrainedFleet(http, app, gateway, router, control, folder)
         following = asyncio.create_task(client.follow())
         for index in range(num_verifiers):
             await fleet.add_verifier(f"v{index}")

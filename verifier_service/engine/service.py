@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import grpc
@@ -18,11 +19,11 @@ from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
 from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.links.outbox import Outbox
-from outrider.verifier_service.messages.engine import Cancel, Published
+from outrider.verifier_service.messages.engine import Cancel, EngineLoad, Published
 from outrider.verifier_service.messages.link import payloads_of, peek_type
 from outrider.verifier_service.messages.request import GenerationRequest
 from outrider.verifier_service.messages.requests_link import Accepted, Refused, StepOutputs
-from outrider.verifier_service.messages.wire import WireError, decode, request_id_of
+from outrider.verifier_service.messages.wire import WireError, decode, head_of
 
 
 class GatewayStream:
@@ -56,13 +57,32 @@ class GatewayStream:
 class RequestTable:
     """The requests of all gateways' streams."""
 
-    def __init__(self, send: Callable[[bytes | Cancel], None]) -> None:
-        """`send` hands the engine an encoded `GenerationRequest`, or what cancels one."""
-        self._send = send
+    def __init__(self, send: Callable[[bytes | Cancel], None], *, max_running: float = math.inf) -> None:
+        """`send` hands the engine an encoded `GenerationRequest`, or what cancels one.
+
+        `max_running`: requests that the engine runs at a time, as far as its KV allows.
+        """
+        self._send, self._max_running = send, max_running
         self._streams: dict[str, GatewayStream] = {}  # by request
+        self.num_taken = 0  # requests, since the start
+        self._room = max_running  # requests that run, where others wait
+        self._new_ids: list[str] = []  # of requests taken since the engine's last load
+        self._pending_ids: list[str] = []  # of those before it that were still on their way when it was made
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def num_pending(self) -> int:
+        """How many requests the engine's last load does not include yet."""
+        return sum(request_id in self._streams for request_id in (*self._new_ids, *self._pending_ids))
+
+    def hear(self, load: EngineLoad) -> None:
+        """Take the engine's load, which may be older than the last requests; the next one is not."""
+        included = {request.request_id for request in load.requests}
+        self._pending_ids = [request_id for request_id in self._new_ids if request_id not in included]
+        self._new_ids = []
+        self._room = load.num_running if load.num_waiting else self._max_running
 
     def take(self, stream: GatewayStream, payload: bytes) -> None:
         """Take a gateway's message; whether the engine has a request, or why not, is told to its stream.
@@ -73,9 +93,15 @@ class RequestTable:
         if peek_type(payload) == Cancel.__name__:
             self._cancel(stream, decode(payload, (Cancel,)).request_id)
             return
-        request_id = request_id_of(payload, GenerationRequest)
+        head = head_of(payload, GenerationRequest)
+        request_id = head.request_id
         if request_id in self._streams:
             stream.tell(Refused(request_id=request_id, error=f"request_id: {request_id!r} is already running"))
+            return
+        num_waiting = len(self._streams) + 1 - self._room
+        if isinstance(head.most_waiting, int) and num_waiting > head.most_waiting:
+            error = f"{num_waiting:.0f} requests would wait here, {head.most_waiting} may"
+            stream.tell(Refused(request_id=request_id, error=error, is_lost=True, is_full=True))
             return
         self._streams[request_id] = stream
         try:
@@ -84,7 +110,9 @@ class RequestTable:
             del self._streams[request_id]
             stream.tell(Refused(request_id=request_id, error=str(error), is_lost=True))
         else:
-            stream.tell(Accepted(request_id=request_id))
+            self.num_taken += 1
+            self._new_ids.append(request_id)
+            stream.tell(Accepted(request_id=request_id, num_taken=self.num_taken))
 
     def close(self, stream: GatewayStream) -> None:
         """Cancel all requests of a stream that has ended."""

@@ -22,7 +22,7 @@ from outrider.verifier_service.messages.handover import (
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
-from outrider.verifier_service.messages.wire import WireError, decode, packed, request_id_of, unpacked
+from outrider.verifier_service.messages.wire import WireError, decode, head_of, packed, unpacked
 
 NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
 
@@ -395,5 +395,5 @@ def read_frame(frame: bytes) -> ToEngine | BadRequest:
     try:
         message: ToEngine = decode(frame, TO_ENGINE)
     except WireError as error:
-        return BadRequest(request_id=request_id_of(frame, GenerationRequest), error=str(error))
+        return BadRequest(request_id=head_of(frame, GenerationRequest).request_id, error=str(error))
     return message

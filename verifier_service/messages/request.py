@@ -249,6 +249,7 @@ class GenerationRequest:
     session_id: str | None = None  # requests of one session share a prefix and prefer one verifier
     hands_over: bool = False  # after its first token it stands still, for another verifier to take it
     kv_source: KVSource | None = None  # its KV is there: take it over, or end as `NOT_TAKEN`
+    most_waiting: int | None = None  # with it, for it to be taken; else it is refused. None: any number
     is_background: bool = False  # runs only while the engine has no other request; for the KV that it leaves cached
 
     def __post_init__(self) -> None:

@@ -4,6 +4,9 @@
     down  Accepted or Refused; StepOutputs   a step's outputs of all this gateway's requests in one message
 
 An output with a finish reason is a request's last; so is a refusal. The stream's end is the loss of all its requests.
+
+A verifier numbers the requests that it takes, of all gateways, and its reports say how many those were: so a gateway
+knows which of its own a report includes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class Accepted:
     """The engine has the request. If the verifier dies later, the request may be the cause."""
 
     request_id: str
+    num_taken: int = 0  # requests that the verifier had taken by then, this one included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,8 @@ class Refused:
 
     request_id: str
     error: str
-    is_lost: bool = False  # another verifier may serve it: this one has no engine, or stops
+    is_lost: bool = False  # another verifier may serve it: this one has no engine, or stops, or is full
+    is_full: bool = False  # more requests would wait here than it allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

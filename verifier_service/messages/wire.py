@@ -21,11 +21,14 @@ _envelope_decoder = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class _RequestId:
+class RequestHead:
+    """What a shell reads of a request."""
+
     request_id: str
+    most_waiting: Any = None  # whatever its type: what is wrong with a request the engine says
 
 
-_id_decoder = msgspec.msgpack.Decoder(_RequestId)
+_head_decoder = msgspec.msgpack.Decoder(RequestHead)
 
 
 class WireError(ValueError):
@@ -52,10 +55,10 @@ def decode(payload: bytes, message_types: Sequence[type]) -> Any:
     return _decoded(payload, _decoders(tuple(message_types)))
 
 
-def request_id_of(payload: bytes, message_type: type) -> str:
-    """Return the `request_id` of an encoded `message_type`, whose other fields stay unread, or raise `WireError`."""
-    request_id: str = _decoded(payload, {message_type.__name__: _id_decoder}).request_id
-    return request_id
+def head_of(payload: bytes, message_type: type) -> RequestHead:
+    """Return the head of an encoded `message_type`, whose other fields stay unread, or raise `WireError`."""
+    head: RequestHead = _decoded(payload, {message_type.__name__: _head_decoder})
+    return head
 
 
 def _decoded(payload: bytes, decoders: Mapping[str, msgspec.msgpack.Decoder[Any]]) -> Any:

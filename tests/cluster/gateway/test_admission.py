@@ -18,6 +18,7 @@ from outrider.cluster.gateway.admission import (
     START_RETRY_S,
     OwnQueue,
     Turnover,
+    queue_limit,
     refusal,
 )
 from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy
@@ -53,6 +54,8 @@ def sent_to(snapshot: FleetSnapshot, num_assigned: int) -> FleetSnapshot:
         (snapshot_of("v", "w", num_waiting=100), {}, False),
         (sent_to(snapshot_of("v", num_waiting=60), 39), {}, True),
         (sent_to(snapshot_of("v", num_waiting=60), 40), {}, False),
+        (snapshot_of("v", num_waiting=60, num_pending=39), {}, True),
+        (snapshot_of("v", num_waiting=60, num_pending=40), {}, False),
         (snapshot_of("v"), {"num_waiting": 99}, True),
         (snapshot_of("v"), {"num_waiting": 100}, False),
         (snapshot_of("v", num_waiting=60), {"num_waiting": 60}, True),
@@ -84,12 +87,19 @@ def test_a_draining_verifier_takes_nothing_so_it_adds_no_room():
     assert ask(dataclasses.replace(snapshot, verifiers=(snapshot.verifiers[0], draining))) is not None
 
 
-def test_a_verifier_that_stopped_reporting_adds_neither_room_nor_queue():
-    snapshot = snapshot_of("v", "w", num_waiting=60)
-    silent = dataclasses.replace(snapshot.verifiers[1], reported_s=snapshot.decided_at_s - POLICY.expire_after_s - 1)
-    snapshot = dataclasses.replace(snapshot, verifiers=(snapshot.verifiers[0], silent))
-    assert ask(snapshot) is None
-    assert ask(snapshot, num_waiting=100) is not None
+@pytest.mark.parametrize(
+    ("priority", "figures", "most"),
+    [
+        (0, {}, 100),
+        (1, {}, 50),
+        (-1, {}, 125),
+        (0, {"num_waiting": 1, "kv_usage": 0.96}, 25),
+        (0, {"num_waiting": 0, "kv_usage": 1.0}, 100),
+    ],
+)
+def test_what_may_wait_at_one_verifier_is_its_share_of_the_fleets(priority: int, figures: dict[str, Any], most: int):
+    (state,) = snapshot_of("v", **figures).verifiers
+    assert queue_limit(state, priority=priority, max_queued_requests=LIMIT) == most
 
 
 def test_loads_of_a_stale_snapshot_mean_nothing_but_the_own_queue_does():

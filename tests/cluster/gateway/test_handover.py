@@ -20,7 +20,7 @@ from outrider.cluster.gateway import handover
 from outrider.cluster.gateway.kv_transfer import KeptOutput, prompt_digest
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.verifier_streams import NotTaken
-from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAnswer, RouteAsk
+from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -83,23 +83,21 @@ async def roles(giver: Player, *others: Player, **options: Any) -> AsyncIterator
     async with fleet_of(giver, *others, **options) as fleet:
         endpoints = list(fleet.router.endpoints.items())
 
-        def answer(ask: RouteAsk) -> RouteAnswer:
+        def answer(ask: RouteAsk) -> Assignment | None:
             left = [place for place in endpoints[1:] if place[0] not in ask.excluded_verifier_ids]
             if not left:
-                return RouteAnswer(None)
+                return None
             prefill = endpoints[0] if ask.may_hand_over else (None, "")
-            return RouteAnswer(
-                Assignment(
-                    verifier_id=left[0][0],
-                    endpoint=left[0][1],
-                    plan=PLAN,
-                    reason=PlacementReason.ONLY,
-                    prefill_verifier_id=prefill[0],
-                    prefill_endpoint=prefill[1],
-                )
+            return Assignment(
+                verifier_id=left[0][0],
+                endpoint=left[0][1],
+                plan=PLAN,
+                reason=PlacementReason.ONLY,
+                prefill_verifier_id=prefill[0],
+                prefill_endpoint=prefill[1],
             )
 
-        fleet.router.route._answer = answer
+        fleet.router.choose = answer
         yield fleet
 
 
@@ -348,12 +346,12 @@ async def test_whoever_fails_in_a_move_every_token_is_seen_once(
         endpoints = list(fleet.router.endpoints.items())
         num_asked = iter(range(3))
 
-        def answer(ask: RouteAsk) -> RouteAnswer:
+        def answer(ask: RouteAsk) -> Assignment:
             verifier_id, endpoint = endpoints[next(num_asked)]
             reason = PlacementReason.ONLY
-            return RouteAnswer(Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=reason))
+            return Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=reason)
 
-        fleet.router.route._answer = answer
+        fleet.router.choose = answer
         assert tokens_of(await fleet.generate()) == (5, 6, 7)
     assert players[-1].requests[-1].output_token_ids == continued
     assert (players[-1].requests[-1].kv_source is None) == (third is not None)
@@ -385,13 +383,11 @@ OFFER = dataclasses.replace(sampled(max_tokens=1), hands_over=True)
 def known_at(fleet: Fleet, *endpoints: str) -> None:
     """Let the gateway's snapshot have verifiers at these endpoints."""
     states = snapshot_of(*(f"s{index}" for index in range(len(endpoints)))).verifiers
-    fleet.client.snapshot = dataclasses.replace(
-        snapshot_of(),
-        verifiers=tuple(
-            dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=endpoint))
-            for state, endpoint in zip(states, endpoints, strict=True)
-        ),
+    verifiers = tuple(
+        dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=endpoint))
+        for state, endpoint in zip(states, endpoints, strict=True)
     )
+    fleet.router.know(dataclasses.replace(snapshot_of(), verifiers=verifiers))
 
 
 async def offer(fleet: Fleet) -> KVSource:

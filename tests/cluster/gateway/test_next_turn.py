@@ -185,7 +185,7 @@ async def prefilled(fleet: Fleet, names: tuple[str, ...], request: GenerationReq
     states = [
         dataclasses.replace(s, report=dataclasses.replace(s.report, endpoint=endpoint)) for s in snapshot.verifiers
     ]
-    fleet.client.snapshot = dataclasses.replace(snapshot, verifiers=tuple(states))
+    fleet.router.know(dataclasses.replace(snapshot, verifiers=tuple(states)))
     return await fleet.backend.prefill(request)
 
 
@@ -207,7 +207,7 @@ async def test_it_goes_where_the_next_turn_will_go(names: tuple[str, ...], reque
         assert (output is not None) is is_sent
         assert len(verifier.requests) == is_sent
         assert fleet.router.asks == []  # it is not counted as load
-        assert all(state.num_assigned == 0 for state in fleet.client.snapshot.verifiers)
+        assert all(state.num_assigned == 0 for state in fleet.router.view.fleet.verifiers)
 
 
 async def test_a_lost_verifier_is_unavailable():

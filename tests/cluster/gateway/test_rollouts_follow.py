@@ -136,7 +136,7 @@ async def test_a_verifier_with_a_new_drafter_is_sent_all_of_it_again():
     verifier = LookUps()
     async with fleet_of(verifier, memory=RolloutMemory()) as fleet:
         for drafters in ((), ("d",), ("d",), (), ("e",)):
-            fleet.client.snapshot = snapshot_of("other", "v0", linked_drafters=drafters)
+            fleet.router.know(snapshot_of("other", "v0", linked_drafters=drafters))
             await fleet.generate(sample())
     assert [len(request.history) for request in verifier.requests] == [0, 1, 0, 0, 4]
     assert len(verifier.histories[filed_under(None, PROMPTS[0])]) == 5, "what was there is filed once"

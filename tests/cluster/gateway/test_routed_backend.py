@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
-from ray.exceptions import RayActorError
 
 from fakes.played_fleet import (
     HANGS,
     PLAN,
     REQUEST,
+    Fleet,
     Router,
     ScriptedVerifier,
     fleet_of,
@@ -26,17 +26,9 @@ from fakes.played_fleet import (
     until,
 )
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailable
-from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
-from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient, affinity_key
-from outrider.cluster.router.fleet import (
-    Assignment,
-    FleetSnapshot,
-    PlacementReason,
-    RouteAnswer,
-    RouteAsk,
-    RouterPolicy,
-)
+from outrider.cluster.gateway.routed_backend import RoutedBackend, affinity_key
+from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -45,76 +37,9 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.requests_link import Accepted, Refused
 
-ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
-
 
 def assigned(endpoint: str) -> Assignment:
     return Assignment(verifier_id="v", endpoint=endpoint, plan=PLAN, reason=PlacementReason.ONLY)
-
-
-# --- routing ---
-
-
-async def test_the_router_decides_while_it_answers():
-    router = Router(assigned("v:1"))
-    client = RouterClient(router, RouterPolicy())
-    client.snapshot = snapshot_of("other")
-    assert await client.route(ASK) == assigned("v:1")
-    assert router.route.asked == [(ASK,)]
-    assert client.snapshot.verifiers[0].num_assigned == 0
-
-
-async def test_a_router_that_knows_of_no_verifier_knows_better_than_an_older_snapshot():
-    client = RouterClient(Router(RouteAnswer(None)), RouterPolicy())
-    client.snapshot = snapshot_of("v")
-    with pytest.raises(Unavailable, match="no verifier"):
-        await client.route(ASK)
-
-
-@pytest.mark.parametrize("answer", [HANGS, RayActorError(), TimeoutError()], ids=["hangs", "is dead", "times out"])
-async def test_without_the_router_the_snapshot_decides(answer: Any):
-    client = RouterClient(Router(answer), RouterPolicy())
-    client.snapshot = snapshot_of("v")
-    begin_s = time.monotonic()
-    assignment = await client.route(ASK)
-    assert time.monotonic() - begin_s < 10 * routed_backend.ROUTE_TIMEOUT_S
-    assert (assignment.verifier_id, assignment.endpoint) == ("v", "v:1")
-    assert assignment.plan.disabled_reason == "load"
-
-
-async def test_requests_routed_alone_count_and_so_spread():
-    client = RouterClient(Router(RayActorError()), RouterPolicy())
-    client.snapshot = snapshot_of("v", "w")
-    chosen = [(await client.route(dataclasses.replace(ASK, request_id=str(i)))).verifier_id for i in range(6)]
-    assert chosen.count("v") == chosen.count("w") == 3
-
-
-@pytest.mark.parametrize("snapshot", [None, snapshot_of()], ids=["no snapshot", "an empty one"])
-@pytest.mark.parametrize(
-    "answer",
-    [RouteAnswer(None), None, RayActorError()],
-    ids=["the router knows none", "the router is new", "the router is dead"],
-)
-async def test_no_verifier_is_unavailable(answer: Any, snapshot: FleetSnapshot | None):
-    client = RouterClient(Router(answer), RouterPolicy())
-    client.snapshot = snapshot
-    with pytest.raises(Unavailable, match="no verifier"):
-        await client.route(ASK)
-
-
-async def test_following_takes_the_newest_snapshot_and_keeps_it_when_the_router_goes():
-    router = Router(HANGS, snapshot=snapshot_of("v"))
-    client = RouterClient(router, RouterPolicy())
-    following = asyncio.ensure_future(client.follow())
-    await until(lambda: client.snapshot == router.snapshot_answer)
-    router.snapshot_answer = newer = snapshot_of("v", "w")
-    await until(lambda: client.snapshot == newer)
-    router.snapshot_answer = RayActorError()
-    num_asked = len(router.snapshot.asked)
-    await until(lambda: len(router.snapshot.asked) >= num_asked + 2)
-    assert client.snapshot == newer
-    assert not following.done()
-    following.cancel()
 
 
 # --- streaming ---
@@ -182,7 +107,7 @@ async def test_without_any_verifier_no_call_is_made():
     verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, router):
         router.answer = None
-        with pytest.raises(Unavailable, match="no verifier"):
+        with pytest.raises(Unavailable, match="no verifier is ready"):
             await generate(backend)
     assert verifier.requests == []
 
@@ -258,15 +183,12 @@ async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
 async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_published():
     verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, router):
-        good, asked = router.answer, []
-
-        async def route(ask: RouteAsk) -> RouteAnswer:
-            asked.append(ask.excluded_verifier_ids)
-            return RouteAnswer(good if ask.excluded_verifier_ids else dataclasses.replace(good, endpoint="127.0.0.1:1"))
-
-        router.route = type("Handle", (), {"remote": staticmethod(route)})
+        good, router.answer = router.answer, None
+        assert good is not None
+        gone = dataclasses.replace(good, endpoint="127.0.0.1:1")
+        router.choose = lambda ask: good if ask.excluded_verifier_ids else gone
         assert [output.token_ids for output in await generate(backend)] == [(1,)]
-    assert asked == [(), ("v",)]
+        assert [ask.excluded_verifier_ids for ask in router.asks] == [(), ("v",)]
 
 
 async def test_a_request_is_tried_a_few_times_only():
@@ -279,9 +201,7 @@ async def test_a_request_is_tried_a_few_times_only():
 
 
 async def test_a_new_request_outlasts_a_verifier_that_stops_before_the_router_knows():
-    """The gateway's own snapshot, older still, has no say while the router answers."""
     async with fleet_of(ScriptedVerifier([], end=grpc.StatusCode.UNAVAILABLE, accepts=False)) as fleet:
-        fleet.client.snapshot = snapshot_of("v0")
         call = asyncio.create_task(fleet.generate())
         await until(lambda: len(fleet.router.asks) > MAX_ATTEMPTS)
         del fleet.router.endpoints["v0"]
@@ -315,24 +235,11 @@ async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
 # --- which verifier, and whether at all ---
 
 
-async def test_a_gateway_that_starts_while_the_router_is_away_comes_up_with_it():
-    router = Router(RayActorError(), snapshot=RayActorError())
-    client = RouterClient(router, RouterPolicy())
-    following = asyncio.ensure_future(client.follow())
-    length = asyncio.ensure_future(client.max_model_len())
-    await until(lambda: len(router.snapshot.asked) >= 2)
-    assert not following.done()
-    assert not length.done()
-    router.snapshot_answer = snapshot_of("v", max_model_len=128)
-    assert await asyncio.wait_for(length, 5) == 128
-    following.cancel()
-
-
 async def test_the_choices_of_a_group_run_on_one_verifier_whatever_the_router_says():
     verifiers = [ScriptedVerifier([(1,)], end=HANGS), ScriptedVerifier([(1,)], end=HANGS)]
     async with fleet_of(*verifiers) as fleet:
         endpoints = iter([*fleet.router.endpoints.values()] * 4)
-        fleet.router.route._answer = lambda ask: RouteAnswer(assigned(next(endpoints)))
+        fleet.router.choose = lambda ask: assigned(next(endpoints))
         grouped = [dataclasses.replace(REQUEST, request_id=f"r-{index}", group_id="r") for index in range(4)]
         streams = [outputs_of(fleet.backend, request) for request in grouped]
         await asyncio.gather(*(anext(stream) for stream in streams))
@@ -367,18 +274,18 @@ async def test_the_router_is_told_the_affinity_key():
 async def test_a_full_queue_in_the_last_snapshot_refuses_before_anything_is_sent():
     verifier = ScriptedVerifier([(1,)])
     async with fleet_of(verifier, max_queued_requests=8) as fleet:
-        fleet.client.snapshot = snapshot_of("v0", num_waiting=8)
+        fleet.router.know(snapshot_of("v0", num_waiting=8))
         with pytest.raises(Overloaded, match="8 requests wait"):
             await fleet.generate()
         assert (fleet.router.asks, verifier.requests) == ([], [])
-        fleet.client.snapshot = snapshot_of("v0", num_waiting=7)
+        fleet.router.know(snapshot_of("v0", num_waiting=7))
         assert len(await fleet.generate()) == 1
 
 
 async def test_a_burst_is_refused_before_any_report_shows_it():
     verifier = ScriptedVerifier([], end=HANGS)
     async with fleet_of(verifier, max_queued_requests=3) as fleet:
-        fleet.client.snapshot = snapshot_of("v0")
+        fleet.router.know(snapshot_of("v0"))
         sent = [asyncio.ensure_future(fleet.generate()) for _ in range(3)]
         await until(lambda: len(verifier.requests) == 3)
         with pytest.raises(Overloaded):
@@ -393,9 +300,145 @@ async def test_a_burst_is_refused_before_any_report_shows_it():
 async def test_requests_that_have_a_token_do_not_count_as_waiting():
     verifier = ScriptedVerifier([(1,)], end=HANGS)
     async with fleet_of(verifier, max_queued_requests=2) as fleet:
-        fleet.client.snapshot = snapshot_of("v0")
+        fleet.router.know(snapshot_of("v0"))
         streams = [outputs_of(fleet.backend, REQUEST) for _ in range(5)]
         for stream in streams:
             await anext(stream)
         for stream in streams:
             await stream.aclose()
+
+
+# --- admission at the verifier ---
+
+
+class Full(ScriptedVerifier):
+    """A verifier where too many wait, but for requests that were admitted before."""
+
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        if request.most_waiting is not None:
+            yield Refused(request_id=request.request_id, error="9 requests wait here", is_lost=True, is_full=True)
+            return
+        async with contextlib.aclosing(super().answer(request)) as messages:
+            async for message in messages:
+                yield message
+
+
+def known(fleet: Fleet, **report: Any) -> None:
+    """Let the gateway know its verifiers."""
+    fleet.router.know(snapshot_of(*fleet.router.endpoints, **report))
+
+
+async def test_a_full_verifier_refuses_and_the_next_one_takes_the_request():
+    full, other = Full([(1,)]), ScriptedVerifier([(2,)])
+    async with fleet_of(full, other, max_queued_requests=8) as fleet:
+        known(fleet)
+        assert tokens_of(await fleet.generate()) == (2,)
+        assert [ask.excluded_verifier_ids for ask in fleet.router.asks] == [(), ("v0",)]
+        assert [request.most_waiting for request in (*full.requests, *other.requests)] == [8, 8]
+
+
+@pytest.mark.parametrize(("priority", "most"), [(0, 8), (1, 4), (-1, 10)])
+async def test_the_verifier_is_told_how_many_may_wait_before_a_request_of_its_priority(priority: int, most: int):
+    verifier = ScriptedVerifier([(2,)])
+    async with fleet_of(verifier, max_queued_requests=8) as fleet:
+        known(fleet)
+        await fleet.generate(dataclasses.replace(REQUEST, priority=priority))
+        assert [request.most_waiting for request in verifier.requests] == [most]
+
+
+class Busy(ScriptedVerifier):
+    """A verifier where one more would have to wait."""
+
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        if request.most_waiting == 0:
+            yield Refused(request_id=request.request_id, error="1 would wait", is_lost=True, is_full=True)
+            return
+        async with contextlib.aclosing(super().answer(request)) as messages:
+            async for message in messages:
+                yield message
+
+
+@pytest.mark.parametrize("num_verifiers", [2, 3, 4])
+async def test_a_request_looks_for_one_that_runs_it_at_once_before_it_waits(num_verifiers: int):
+    verifiers = [Busy([(place,)]) for place in range(num_verifiers)]
+    async with fleet_of(*verifiers, max_queued_requests=8) as fleet:
+        known(fleet)
+
+        def choose(ask: RouteAsk) -> Assignment | None:
+            first = fleet.router.first(ask)
+            return first and dataclasses.replace(first, reason=PlacementReason.PREFIX)
+
+        fleet.router.choose = choose
+        (token_id,) = tokens_of(await fleet.generate())
+    asked = [request.most_waiting for verifier in verifiers for request in verifier.requests]
+    assert (token_id, asked) == ((0, [0, 8, 0]) if num_verifiers == 2 else (2, [0, 0, 8]))
+
+
+async def test_choices_of_one_prompt_stay_together_and_wait():
+    verifiers = [Busy([(1,)]), Busy([(2,)])]
+    async with fleet_of(*verifiers, max_queued_requests=8) as fleet:
+        known(fleet)
+        fleet.router.answer = dataclasses.replace(assigned(fleet.router.endpoints["v0"]), verifier_id="v0")
+        assert tokens_of(await fleet.generate(dataclasses.replace(REQUEST, group_id="g"))) == (1,)
+        assert [request.most_waiting for request in verifiers[0].requests] == [8]
+
+
+@pytest.mark.parametrize("num_verifiers", [1, 2, MAX_ATTEMPTS + 1])
+async def test_where_all_are_full_the_client_is_told_to_come_back(num_verifiers: int):
+    verifiers = [Full([(1,)]) for _ in range(num_verifiers)]
+    async with fleet_of(*verifiers) as fleet:
+        known(fleet)
+        begin_s = time.monotonic()
+        with pytest.raises(Overloaded) as refused:
+            await fleet.generate()
+        assert time.monotonic() - begin_s < RETRY_INTERVAL_S, "nothing is waited for"
+        assert refused.value.retry_after_s >= 1.0
+        assert sum(len(verifier.requests) for verifier in verifiers) == min(num_verifiers, MAX_ATTEMPTS)
+
+
+async def test_a_request_that_has_begun_is_taken_whoever_waits():
+    lost = ScriptedVerifier([(1,)], end=grpc.StatusCode.UNAVAILABLE)
+    async with fleet_of(lost, Full([(2,)])) as fleet:
+        known(fleet)
+        assert tokens_of(await fleet.generate()) == (1, 2)
+
+
+# --- own requests ---
+
+
+async def test_a_request_is_load_until_its_verifiers_report_includes_it():
+    class Counting(ScriptedVerifier):
+        async def answer(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+            yield Accepted(request_id=request.request_id, num_taken=5)
+            yield RequestOutput(request_id=request.request_id, token_ids=(1,))
+            await asyncio.get_running_loop().create_future()
+
+    def num_assigned() -> int:
+        (state,) = fleet.router.view.fleet.verifiers
+        return state.num_assigned
+
+    async with fleet_of(Counting([])) as fleet:
+        known(fleet, num_taken=4)
+        stream = outputs_of(fleet.backend, REQUEST)
+        await anext(stream)
+        assert num_assigned() == 1
+        known(fleet, num_taken=5)
+        assert num_assigned() == 0
+        await stream.aclose()
+        other = outputs_of(fleet.backend, REQUEST)
+        known(fleet, num_taken=4)
+        await anext(other)
+        assert num_assigned() == 1
+        await other.aclose()
+        assert num_assigned() == 0, "it has ended"
+
+
+async def test_a_request_whose_client_leaves_at_once_is_no_load():
+    async with fleet_of(ScriptedVerifier([], end=HANGS, accepts=False)) as fleet:
+        known(fleet)
+        call = asyncio.ensure_future(fleet.generate())
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [state.num_assigned for state in fleet.router.view.fleet.verifiers] == [0]

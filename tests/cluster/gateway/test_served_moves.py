@@ -11,7 +11,7 @@ import pytest
 
 from fakes.played_fleet import PLAN, Fleet, outputs_of, tokens_of, until
 from outrider.cluster.gateway.kv_transfer import KeptOutput
-from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAnswer, RouteAsk
+from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
 from outrider.verifier_service.messages.handover import HandOver
 from outrider.verifier_service.messages.request import GenerationRequest
 from tiny.handing import HandingEngine, ask, prompts
@@ -34,11 +34,11 @@ async def fleet_over(
     fleet = Fleet()
     fleet.router.endpoints |= {"v0": first.endpoint, "v1": second.endpoint}
 
-    def answer(ask: RouteAsk) -> RouteAnswer:
+    def answer(ask: RouteAsk) -> Assignment | None:
         names = ["v1", "v0"] if has_roles else ["v0", "v1"]
         name = next((name for name in names if name not in ask.excluded_verifier_ids), None)
         if name is None:
-            return RouteAnswer(None)
+            return None
         assignment = Assignment(
             verifier_id=name, endpoint=fleet.router.endpoints[name], plan=PLAN, reason=PlacementReason.ONLY
         )
@@ -46,9 +46,9 @@ async def fleet_over(
             assignment = dataclasses.replace(
                 assignment, prefill_verifier_id="v0", prefill_endpoint=fleet.router.endpoints["v0"]
             )
-        return RouteAnswer(assignment)
+        return assignment
 
-    fleet.router.route._answer = answer
+    fleet.router.choose = answer
     for bench in benches:
         bench.engine.scheduler.flush_cache()
     async with asyncio.timeout(60):

@@ -52,7 +52,8 @@ class PlayedGateway:
         registry = CollectorRegistry()
         self.metrics = GatewayMetrics(registry, model_name="tiny", engine=gateway_id)
         self.metrics.tokens_published(num_tokens, since_arrival_s=0.1, since_previous_s=None)
-        self.shared = SharedMetrics(registry, FakeFleet())
+        self.is_alone = False
+        self.shared = SharedMetrics(registry, FakeFleet(), lambda: self.is_alone)
 
     async def exchange_once(self, router: PlayedRouter) -> None:
         with contextlib.suppress(TimeoutError):
@@ -98,6 +99,24 @@ async def test_while_the_router_is_away_the_last_figures_stay():
     await first.exchange_once(router)
     assert router.num_calls == num_calls + 1
     assert first.tokens() == {"first": 3.0, "second": 5.0}
+
+
+async def test_a_gateway_that_is_alone_exchanges_nothing_once_the_others_are_forgotten():
+    router, first, second = PlayedRouter(), PlayedGateway("first", 3), PlayedGateway("second", 5)
+    first.is_alone = True
+    await first.exchange_once(router)
+    assert router.num_calls == 0
+    first.is_alone = False
+    for gateway in (second, first):
+        await gateway.exchange_once(router)
+    first.is_alone = True
+    await first.exchange_once(router)
+    assert router.num_calls == 3, "the last one's figures must end"
+    router.board = MetricsBoard()
+    await first.exchange_once(router)
+    assert first.tokens() == {"first": 3.0}
+    await first.exchange_once(router)
+    assert router.num_calls == 4
 
 
 def test_a_gateway_that_is_silent_for_long_is_forgotten():

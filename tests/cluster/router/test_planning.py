@@ -13,6 +13,7 @@ from outrider.cluster.router.fleet import (
     with_changes,
 )
 from outrider.cluster.router.router import RouterCore
+from outrider.cluster.router.routing import route
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
 TABLE = ((1, 2, 5), (4, 8, 3), (9, 64, 0))
@@ -212,7 +213,7 @@ class TestPins:
         fleet.second(num_waiting=1)
         assert fleet.plans["r1"].is_pinned
         ask = RouteAsk(request_id="x", num_prompt_tokens=1, num_speculative_tokens=2)
-        assert fleet.core.route(ask, fleet.now_s).plan == pinned(2)
+        assert route(fleet.core.snapshot(fleet.now_s), ask, fleet.now_s, fleet.core.policy).plan == pinned(2)
 
     def test_unpinned_by_a_change_of_policy(self):
         fleet = self.fleet(4, mode="always")

@@ -1,6 +1,7 @@
 """The router in virtual time: a simulated verifier follows it and reports every second."""
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,14 +12,18 @@ from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
     FleetWeights,
+    PlacementReason,
     PolicyMode,
     RouteAsk,
     RouterPolicy,
     VerifierReport,
     VerifierRole,
 )
+from outrider.cluster.router.news import Cursor, FleetNews, NewsAsk, Tally
 from outrider.cluster.router.router import RouterCore, StaleEpochError
-from outrider.cluster.router.routing import NoVerifierError
+from outrider.cluster.router.routing import route
+from outrider.cluster.router.view import FleetView
+from outrider.drafter_service.learning.messages import LearnerStatus
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -181,8 +186,8 @@ class TestDrafters:
         assert {drafter.drafter_id for drafter in fleet.directive.drafters} == {"d0", "d1"}, (
             "its link stays until the end"
         )
-        assignment = fleet.core.route(RouteAsk(request_id="x", num_prompt_tokens=1), fleet.now_s)
-        assert assignment.plan.drafter_id == "d1"
+        ask = RouteAsk(request_id="x", num_prompt_tokens=1)
+        assert route(fleet.core.snapshot(fleet.now_s), ask, fleet.now_s).plan.drafter_id == "d1"
 
     def test_the_last_drafter_that_drains_leaves_requests_without_drafts(self):
         fleet = Fleet(MEMORY_BOUND)
@@ -203,23 +208,19 @@ class TestDrafters:
 
 
 class TestReplicas:
-    def ask(self, request_id="x"):
-        return RouteAsk(request_id=request_id, num_prompt_tokens=1)
-
-    def test_a_silent_verifier_expires(self):
+    def test_a_silent_replica_expires(self):
         fleet = Fleet()
         fleet.second()
-        assert fleet.core.route(self.ask(), fleet.now_s + 3.0).verifier_id == "v0"
-        with pytest.raises(NoVerifierError):
-            fleet.core.route(self.ask(), fleet.now_s + 3.1)
-        assert fleet.core.snapshot(fleet.now_s + 3.1).verifiers == ()
+        known = fleet.core.snapshot(fleet.now_s + 3.0)
+        assert (len(known.verifiers), len(known.drafters)) == (1, 1)
+        left = fleet.core.snapshot(fleet.now_s + 3.1)
+        assert (left.verifiers, left.drafters) == ((), ())
 
     def test_a_removed_verifier_is_gone(self):
         fleet = Fleet()
         fleet.second()
         fleet.core.remove("v0")
-        with pytest.raises(NoVerifierError, match="0 known"):
-            fleet.core.route(self.ask(), fleet.now_s)
+        assert fleet.core.snapshot(fleet.now_s).verifiers == ()
 
     def test_an_old_incarnation_is_refused(self):
         fleet = Fleet()
@@ -228,7 +229,7 @@ class TestReplicas:
         fleet.core.report_verifier(newer, fleet.now_s)
         with pytest.raises(StaleEpochError, match="'v0' reports as epoch 1"):
             fleet.core.report_verifier(fleet.report(), fleet.now_s)
-        assert fleet.core.route(self.ask(), fleet.now_s).endpoint == "v0:2"
+        assert [state.report.endpoint for state in fleet.core.snapshot(fleet.now_s).verifiers] == ["v0:2"]
         fleet.core.report_drafter(drafter_report(epoch=5), fleet.now_s)
         with pytest.raises(StaleEpochError):
             fleet.core.report_drafter(drafter_report(epoch=4), fleet.now_s)
@@ -238,13 +239,6 @@ class TestReplicas:
         fleet.second()
         report = verifier_report("v0", epoch=2, linked_drafters=("d0",))
         assert fleet.core.report_verifier(report, fleet.now_s).default_plan.disabled_reason == "warmup"
-
-    def test_routed_requests_count_until_the_next_report(self):
-        core = RouterCore()
-        for verifier_id in ("a", "b"):
-            core.report_verifier(verifier_report(verifier_id), 0.0)
-        picks = [core.route(self.ask(f"r{i}"), 0.5).verifier_id for i in range(100)]
-        assert picks.count("a") == picks.count("b") == 50
 
     def test_a_restarted_router_says_everything_again(self):
         fleet = Fleet(MEMORY_BOUND)
@@ -304,11 +298,14 @@ def test_ten_thousand_requests_are_decided_in_time():
 def test_decisions_are_counted_when_they_are_made_and_when_they_change():
     fleet = Fleet(MEMORY_BOUND)
     fleet.run(1)
+    view = FleetView()
+    view.take(fleet.core.news(None, fleet.now_s))
     for request_id, cap in (("a", None), ("b", 0)):
         ask = RouteAsk(request_id=request_id, num_prompt_tokens=3, num_speculative_tokens=cap)
-        plan = fleet.core.route(ask, fleet.now_s).plan
+        plan = view.place(ask, fleet.now_s).plan
         fleet.add(request_id, cap=cap)
         fleet.plans[request_id] = plan
+    fleet.core.hear_gateway(view.ask("g"), fleet.now_s)
     fleet.run(3)  # lengths may move, the decisions stay
     assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1}
     fleet.up.clear()
@@ -382,19 +379,109 @@ class TestHandovers:
         core.report_verifier(verifier_report("b", **{"num_running": 2, **other}), 1.1)
         assert not core.report_verifier(changed(crowded, **figures), 1.1).moves_one
 
-    def test_a_request_that_was_sent_to_the_other_meanwhile_counts_there(self):
+    def test_a_request_that_has_just_come_to_the_other_counts_there(self):
         core = RouterCore(RouterPolicy(move_after_s=0.0))
         crowded = verifier_report("a", num_running=4, num_waiting=2)
         core.report_verifier(verifier_report("b", num_running=2), 1.0)
-        core.report_verifier(crowded, 1.0)
-        ask = RouteAsk(request_id="moves", num_prompt_tokens=8, excluded_verifier_ids=("a",))
-        assert core.route(ask, 1.0).verifier_id == "b"
+        assert core.report_verifier(crowded, 1.0).moves_one
+        core.report_verifier(verifier_report("b", num_running=2, num_pending=1), 1.1)
         assert not core.report_verifier(crowded, 1.1).moves_one
 
-    def test_both_verifiers_of_a_request_are_loaded_by_it(self):
-        core = RouterCore(RouterPolicy())
-        core.report_verifier(verifier_report("d", role=VerifierRole.DECODE), 1.0)
-        core.report_verifier(verifier_report("p", role=VerifierRole.PREFILL), 1.0)
-        assignment = core.route(RouteAsk(request_id="r", num_prompt_tokens=500, may_hand_over=True), 1.0)
-        assert (assignment.verifier_id, assignment.prefill_verifier_id) == ("d", "p")
-        assert [state.num_assigned for state in core.snapshot(1.0).verifiers] == [1, 1]
+
+class TestNews:
+    """What a gateway that has seen one thing is told next; see test_view for what it makes of it."""
+
+    def told(self, core, seen, now_s=1.0):
+        """Return the news, and the names in them."""
+        news = core.news(seen, now_s)
+        states = (*news.changed.verifiers, *news.changed.drafters)
+        return news, {getattr(state.report, "verifier_id", None) or state.report.drafter_id for state in states}
+
+    def core(self, **policy):
+        core = RouterCore(RouterPolicy(**policy), epoch=7)
+        core.report_verifier(verifier_report("a"), 1.0)
+        core.report_verifier(verifier_report("b"), 1.0)
+        core.report_drafter(drafter_report("d"), 1.0)
+        return core
+
+    def test_only_what_has_changed_is_told(self):
+        core = self.core()
+        first, names = self.told(core, None)
+        assert names == {"a", "b", "d"}
+        assert self.told(core, first.cursor)[1] == set()
+        core.report_verifier(verifier_report("b", num_running=1), 1.1)
+        second, names = self.told(core, first.cursor, 1.1)
+        assert (names, second.is_whole) == ({"b"}, False)
+        core.report_drafter(drafter_report("d", num_sessions=1), 1.2)
+        assert self.told(core, second.cursor, 1.2)[1] == {"d"}
+        assert self.told(core, first.cursor, 1.2)[1] == {"b", "d"}
+
+    def test_a_report_that_differs_in_its_time_alone_is_no_news(self):
+        core = self.core()
+        version = core.version
+        for now_s in (1.25, 1.5, 1.75):
+            core.report_verifier(verifier_report("a"), now_s)
+            core.report_drafter(drafter_report("d"), now_s)
+        assert core.version == version
+
+    @pytest.mark.parametrize("leaves", ["is removed", "falls silent"])
+    def test_when_one_leaves_all_the_others_are_told(self, leaves):
+        core = self.core()
+        for now_s in (2.0, 4.5):
+            core.report_verifier(verifier_report("a"), now_s)
+            core.report_verifier(verifier_report("b"), 2.0)
+            core.report_drafter(drafter_report("d"), 2.0)
+        seen, now_s = core.news(None, 4.6).cursor, 4.7 if leaves == "is removed" else 5.1
+        if leaves == "is removed":
+            core.remove("b")
+            core.remove("d")
+        news, names = self.told(core, seen, now_s)
+        assert (names, news.is_whole) == ({"a"}, True)
+        assert not self.told(core, news.cursor, now_s)[0].is_whole, "once"
+
+    def test_who_has_heard_another_router_is_told_all(self):
+        core = self.core()
+        assert self.told(core, Cursor(epoch=6, version=99), 1.1)[1] == {"a", "b", "d"}
+
+    def test_a_new_router_does_not_say_that_it_knows_all_until_all_had_time_to_report(self):
+        core = self.core()
+        early = core.news(None, 3.9)
+        assert not early.is_whole
+        core.report_verifier(verifier_report("a"), 3.95)
+        core.report_verifier(verifier_report("b"), 3.95)
+        late, names = self.told(core, early.cursor, 4.1)
+        assert late.is_whole, "who has heard it meanwhile, too"
+        assert {"a", "b"} <= names
+
+    def test_what_no_replica_reports_is_told_whole(self):
+        core = self.core()
+        for change in (
+            core.stop_taking,
+            lambda: setattr(core, "policy", RouterPolicy(max_draft_length=3)),
+            lambda: core.report_learner(LearnerStatus(pool="p"), 1.0),
+            lambda: core.hear_gateway(NewsAsk(gateway_id="g", seen=None), 1.0),
+        ):
+            version = core.version
+            change()
+            assert core.version > version
+        news = core.news(None, 1.0)
+        assert news.changed.is_stopping
+        assert news.policy.max_draft_length == 3
+        assert [status.pool for status in news.changed.learners] == ["p"]
+        assert news.changed.num_gateways == 1
+
+    def test_a_gateway_that_asks_no_more_is_gone_but_what_it_chose_still_counts(self):
+        core = self.core()
+        tally = Tally(Counter({("on", "pays"): 2}), Counter({PlacementReason.PREFIX: 2}))
+        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=tally), 1.0)
+        core.hear_gateway(NewsAsk(gateway_id="h", seen=None, tally=tally), 8.0)
+        later = core.news(None, 12.0).changed
+        assert later.num_gateways == 1
+        assert [(item.reason, item.count) for item in later.placements] == [("prefix", 4)]
+        assert [(item.decision, item.reason, item.count) for item in later.decisions] == [("on", "pays", 4)]
+
+    def test_news_cross_the_wire(self):
+        core = self.core()
+        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=Tally(Counter({("on", "pays"): 2}))), 1.0)
+        news = core.news(None, 1.0)
+        assert decode(encode(news), (FleetNews,)) == news

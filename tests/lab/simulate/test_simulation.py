@@ -328,3 +328,40 @@ def test_cells_share_the_fleet() -> None:
     assert ledger.num_drafts > 0
     with pytest.raises(ValueError, match="num_cells"):
         replace(FLEET, num_cells=3)
+
+
+# Who places requests.
+
+MANY = FleetShape(verifier=replace(VERIFIER, max_num_seqs=4), num_verifiers=6)
+BY_GATEWAYS = replace(OFF, num_gateways=5, has_affinity=True)
+
+
+def test_gateways_lose_nothing_and_a_seed_gives_the_same_figures() -> None:
+    once, again = (run(BY_GATEWAYS, num_requests=120, qps=30.0, fleet=MANY) for _ in range(2))
+    assert once.ledger.num_finished == 120
+    assert (once.ledger.num_tokens == once.workload.num_output_tokens).all()
+    assert (once.ledger.finish_s == again.ledger.finish_s).all()
+
+
+def test_what_a_verifier_has_no_place_for_is_refused_and_the_rest_is_served() -> None:
+    ledgers = [
+        run(replace(options, most_waiting=1), num_requests=200, qps=400.0, fleet=MANY).ledger
+        for options in (BY_GATEWAYS, replace(OFF, has_affinity=True))
+    ]
+    for ledger in ledgers:
+        assert 0 < ledger.num_refused < 200
+        assert np.isnan(ledger.finish_s).sum() == ledger.num_refused
+    assert run(BY_GATEWAYS, num_requests=200, qps=400.0, fleet=MANY).ledger.num_refused == 0
+
+
+def test_a_gateway_that_knows_nothing_of_the_others_makes_requests_wait_little_longer() -> None:
+    knowing, many = (
+        np.quantile(run(options, num_requests=600, qps=30.0, fleet=MANY).ledger.ttft_s, 0.99)
+        for options in (replace(OFF, has_affinity=True, most_waiting=9), replace(BY_GATEWAYS, most_waiting=9))
+    )
+    assert many <= 1.1 * knowing
+
+
+def test_the_number_of_gateways_is_checked() -> None:
+    with pytest.raises(ValueError, match="num_gateways must be at least 1"):
+        SimulationOptions(num_gateways=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ from outrider.verifier_service.messages.engine import (
     Cancel,
     Control,
     ControlResult,
+    EngineLoad,
     Published,
+    RequestLoad,
     read_frame,
 )
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
@@ -32,10 +35,10 @@ from outrider.verifier_service.messages.wire import decode, encode
 class ScriptedEngine:
     """Records what the table sends; refuses everything once it is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.received: list[Any] = []
         self.is_dead = False
-        self.table, self.control = RequestTable(self._send), ControlTable(self._send)
+        self.table, self.control = RequestTable(self._send, **options), ControlTable(self._send)
 
     def _send(self, message: bytes | Cancel | Control) -> None:
         if self.is_dead:
@@ -123,8 +126,8 @@ async def test_a_steps_outputs_reach_their_own_gateways_in_one_message_each():
     engine.say(output("a", 1, 2), output("c", 7), output("b", 3))
     engine.say(output("a", 4, end=FinishReason.STOP), output("c", 8, end=FinishReason.LENGTH))
     assert told(first) == [
-        Accepted(request_id="a"),
-        Accepted(request_id="b"),
+        Accepted(request_id="a", num_taken=1),
+        Accepted(request_id="b", num_taken=2),
         step(output("a", 1, 2), output("b", 3)),
         step(output("a", 4, end=FinishReason.STOP)),
     ]
@@ -149,7 +152,7 @@ async def test_a_cancelled_request_is_cancelled_once_and_heard_no_more():
         engine.table.take(stream, encode(message))
     engine.say(output("a", 1))
     assert engine.received == [make_request("a"), Cancel(request_id="a")]
-    assert told(stream) == [Accepted(request_id="a")]
+    assert told(stream) == [Accepted(request_id="a", num_taken=1)]
     assert len(engine.table) == 0
 
 
@@ -199,7 +202,7 @@ async def test_a_duplicate_id_is_refused_and_the_first_request_goes_on():
     engine.say(output("a", 8, end=FinishReason.STOP))
     assert told(stream)[-1] == step(output("a", 8, end=FinishReason.STOP))
     engine.table.take(other, encode(make_request("a")))
-    assert told(other)[-1] == Accepted(request_id="a")
+    assert told(other)[-1] == Accepted(request_id="a", num_taken=2)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +221,82 @@ async def test_a_request_that_the_engine_cannot_read_ends_with_its_error(field: 
     assert len(engine.table) == 0
 
 
+# --- what a load does not include yet, and the queue ---
+
+
+def load_with(*request_ids: str, num_waiting: int = 0) -> EngineLoad:
+    """Return an engine's load with these requests, of which so many wait."""
+    num_running = len(request_ids) - num_waiting
+    requests = tuple(
+        RequestLoad(
+            request_id=name,
+            is_running=place < num_running,
+            drafter_id=None,
+            draft_length=0,
+            num_speculative_tokens=None,
+        )
+        for place, name in enumerate(request_ids)
+    )
+    return EngineLoad(
+        num_running=num_running, num_waiting=num_waiting, num_decoding=num_running, kv_usage=0.0, requests=requests
+    )
+
+
+def test_requests_that_a_load_does_not_include_yet_are_pending():
+    engine, stream = ScriptedEngine(), GatewayStream()
+    for name in "abc":
+        engine.table.take(stream, encode(make_request(name)))
+    assert (engine.table.num_taken, engine.table.num_pending) == (3, 3)
+    engine.table.hear(load_with("a"))  # made before the others came
+    assert engine.table.num_pending == 2
+    engine.table.take(stream, encode(Cancel(request_id="b")))
+    assert engine.table.num_pending == 1, "what has ended is no load"
+    engine.table.take(stream, encode(make_request("d")))
+    engine.table.hear(load_with("a", "c"))
+    assert engine.table.num_pending == 1
+    engine.table.hear(load_with("a", "c"))  # whatever it is, the engine had it for a whole load
+    assert (engine.table.num_taken, engine.table.num_pending) == (4, 0)
+
+
+def test_a_request_that_does_not_wait_is_taken_while_there_is_room():
+    engine, stream = ScriptedEngine(max_running=2), GatewayStream()
+    for name in "abc":
+        engine.table.take(stream, encode(dataclasses.replace(make_request(name), most_waiting=0)))
+    *taken, refused = told(stream)
+    assert [message.request_id for message in taken] == ["a", "b"]
+    assert (refused.request_id, refused.is_full) == ("c", True)
+    engine.table.hear(load_with("a", "b"))
+    engine.say(output("a", 1, end=FinishReason.STOP))
+    engine.table.take(stream, encode(dataclasses.replace(make_request("d"), most_waiting=0)))
+    assert told(stream)[-1] == Accepted(request_id="d", num_taken=3), "one has ended since the load"
+
+
+def test_where_some_wait_there_is_room_for_as_many_as_run():
+    engine, stream = ScriptedEngine(max_running=9), GatewayStream()
+    for name in "ab":
+        engine.table.take(stream, encode(make_request(name)))
+    engine.table.hear(load_with("a", "b", num_waiting=1))  # its KV is full
+    engine.table.take(stream, encode(dataclasses.replace(make_request("c"), most_waiting=1)))
+    assert told(stream)[-1].is_full
+
+
+def test_two_gateways_do_not_both_take_the_last_place():
+    engine, streams = ScriptedEngine(), {name: GatewayStream() for name in "abc"}
+    engine.table.take(streams["a"], encode(make_request("running")))
+    engine.table.take(streams["a"], encode(make_request("waits")))
+    engine.table.hear(load_with("running", "waits", num_waiting=1))
+    for name in "bc":  # both know of one that waits, and two may
+        message = dataclasses.replace(make_request(name), most_waiting=2)
+        engine.table.take(streams[name], encode(message))
+    assert told(streams["b"]) == [Accepted(request_id="b", num_taken=3)]
+    (refused,) = told(streams["c"])
+    assert (refused.is_full, refused.is_lost) == (True, True)
+    assert refused.error == "3 requests would wait here, 2 may"
+    assert [message.request_id for message in engine.received] == ["running", "waits", "b"]
+    engine.table.take(streams["c"], encode(make_request("admitted before")))
+    assert told(streams["c"])[-1] == Accepted(request_id="admitted before", num_taken=4)
+
+
 # --- over gRPC ---
 
 
@@ -233,7 +312,10 @@ async def test_a_stream_brings_outputs_as_the_engine_says_them():
     )
     async with gateway_at(engine) as gateway:
         await gateway.say(request, make_request("b"))
-        assert [await gateway.hear() for _ in range(2)] == [Accepted(request_id="a"), Accepted(request_id="b")]
+        assert [await gateway.hear() for _ in range(2)] == [
+            Accepted(request_id="a", num_taken=1),
+            Accepted(request_id="b", num_taken=2),
+        ]
         assert engine.received == [request, make_request("b")]
         engine.say(output("a", 1, 2), output("b", 3))
         assert await gateway.hear() == step(output("a", 1, 2), output("b", 3))

@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     SpeculationPlan,
 )
-from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, WireError, decode, encode, request_id_of
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, RequestHead, WireError, decode, encode, head_of
 
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
@@ -304,10 +304,11 @@ def test_fuzz_one_flipped_byte(message: Any, data: st.DataObject) -> None:
     _decodes_or_is_refused(bytes(payload))
 
 
-def test_the_id_of_a_request_is_read_whatever_else_is_wrong():
-    frame = encode(GenerationRequest(request_id="a", prompt_token_ids=(1,)))
-    assert request_id_of(frame, GenerationRequest) == "a"
-    assert request_id_of(frame.replace(b"prompt_", b"prompT_"), GenerationRequest) == "a"
+def test_the_head_of_a_request_is_read_whatever_else_is_wrong():
+    frame = encode(GenerationRequest(request_id="a", prompt_token_ids=(1,), most_waiting=7))
+    assert head_of(frame, GenerationRequest) == RequestHead(request_id="a", most_waiting=7)
+    assert head_of(frame.replace(b"prompt_", b"prompT_"), GenerationRequest).request_id == "a"
+    assert head_of(frame.replace(b"most_waiting\x07", b"most_waiting\xc3"), GenerationRequest).request_id == "a"
     for payload, named in (
         (frame.replace(b"request_id", b"rEquest_id"), "request_id"),
         (encode(Close(request_id="a")), "Close"),
@@ -315,4 +316,4 @@ def test_the_id_of_a_request_is_read_whatever_else_is_wrong():
         (b"\x00" * (MAX_FRAME_BYTES + 1), "exceeds the limit"),
     ):
         with pytest.raises(WireError, match=named):
-            request_id_of(payload, GenerationRequest)
+            head_of(payload, GenerationRequest)

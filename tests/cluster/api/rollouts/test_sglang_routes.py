@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -291,7 +290,8 @@ async def test_weights_from_a_trainers_group_in_buckets(fleet: TrainedFleet, new
     names = list(tensors_of(new))
     with trainer() as training:
         # the trainer's start held the event loop, and so the verifiers' reports
-        await until(lambda: fleet.core.snapshot(time.time()).verifiers)
+        while not (await fleet.router.snapshot()).verifiers:
+            await asyncio.sleep(0.01)
         init = training.joining
         joining = {
             "master_address": init.master_address,
