@@ -42,6 +42,7 @@ from outrider.verifier_service.model.architectures import read_description, read
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
+from outrider.verifier_service.without_torch import import_transformers
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
@@ -68,6 +69,8 @@ class GatewayReplica:
         begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config.gateway, gateway_id)
         model = config.verifier_spec.model
+        if not model.has_code:
+            await asyncio.to_thread(import_transformers)
         tokenizer = await asyncio.to_thread(load_tokenizer, model)  # meanwhile verifiers load
         tell_phase("waiting for a verifier")
         info = model_info(

@@ -46,6 +46,7 @@ from outrider.verifier_service.model.architectures import (
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.without_torch import import_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +293,13 @@ def check_models(config: PoolsConfig) -> None:
         require_supported(description, model.tensor_parallel_size)
 
 
+def _load_little(config: PoolsConfig) -> None:
+    """Keep torch out of this process, which only starts the others, where the models' descriptions allow it."""
+    target = config.model.checkpoint(config.model.target_path, 1)
+    if not any(model.has_code for model in (target, *draft_models_of(config))):
+        import_transformers()
+
+
 def tell_phases(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnPhase:
     """Return a listener that prints each phase of a start, with the seconds until it began."""
     begin_s = clock()
@@ -308,6 +316,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         click.echo(line, err=True)
 
     on_phase = tell_phases(tell)
+    _load_little(config)
     with running_service(config, on_phase) as config:
         on_phase("ready")
         interrupt_at_signals()  # not earlier: Ray sets its own handler when it starts
@@ -330,6 +339,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
 def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
     """Serve a pool without verifiers until SIGINT or SIGTERM. Engines that draft from it then go on without drafts."""
     on_phase = tell_phases(lambda line: click.echo(line, err=True))
+    _load_little(config)
     with running_service(config, on_phase, build=build_drafters, name=DRAFTERS_APP):
         on_phase("ready")
         interrupt_at_signals()
