@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
-
-from outrider.cluster.monitoring.shared_metrics import MetricsBoard
+from outrider.cluster.peers.registry import Registry
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
@@ -30,7 +29,7 @@ class RouterReplica:
     def __init__(self, policy: RouterPolicy) -> None:
         self._configured = policy
         self._core = RouterCore(policy)
-        self._metrics = MetricsBoard()
+        self._gateways = Registry()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change the policy: settings that `user_config` does not name are as configured at start.
@@ -49,9 +48,9 @@ class RouterReplica:
     async def report_learner(self, status: LearnerStatus) -> None:
         self._core.report_learner(status, time.time())
 
-    async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
-        """Store a gateway's metrics; return the other gateways'."""
-        return self._metrics.exchange(gateway_id, families, time.time())
+    async def meet_gateway(self, gateway_id: str, endpoint: str) -> Mapping[str, str]:
+        """Note where a gateway listens for the others; return where they do, by their ids."""
+        return self._gateways.meet(gateway_id, endpoint, time.time())
 
     async def stop_taking(self) -> None:
         """Have every gateway refuse new requests: the service stops once its streams have ended."""

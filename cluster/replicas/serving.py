@@ -60,7 +60,7 @@ _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
     "ray.serve": logging.WARNING,
 }
-# of a Ray that is started here: nobody asks it for metrics and tasks, which take a third of what a service takes at rest
+# of a Ray that is started here: nobody asks it for metrics and tasks, a third of what a service does at rest
 _QUIET_RAY = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",

@@ -28,6 +28,7 @@ from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.cluster.router.fleet import RouteAnswer, RouteAsk, RouterPolicy, VerifierReport
 from outrider.cluster.router.router import RouterCore
@@ -196,6 +197,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
         gateway=gateway,
+        every=EveryGateway(gateway),
         fleet=control,
         is_healthy=is_healthy,
         model_path=str(folder / "v0"),
