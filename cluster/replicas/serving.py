@@ -61,7 +61,7 @@ _CHATTY_LOGS = {
     "ray.serve": logging.WARNING,
 }
 # of a Ray that is started here: nobody asks it for metrics and tasks, a third of what a service does at rest
-_QUIET_RAY = {
+QUIET_RAY = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
@@ -173,7 +173,7 @@ def start_ray(
     """
     if is_up():
         raise DeployError("this process is connected to a Ray already: end that first, with ray.shutdown()")
-    for name, value in _QUIET_RAY.items():
+    for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
