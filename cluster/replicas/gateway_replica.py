@@ -93,8 +93,7 @@ class GatewayReplica:
         )
         self._others = Others(gateway_id, config.links.credentials)
         memory = memory_of(config, self._others.tell)
-        registry = CollectorRegistry()
-        metrics = GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id)
+        metrics = GatewayMetrics(CollectorRegistry(), model_name=config.model.name, engine=gateway_id)
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
@@ -118,10 +117,10 @@ class GatewayReplica:
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
         self._responses = Responses(gateway_id, self._fetch_response)
-        await self._meet_the_others(config, registry, router)
+        await self._meet_the_others(config, metrics.registry, router)
         keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, registry)
+        self._api = self._application(config, keys, metrics.registry)
         self._is_encrypted = config.tls is not None
         self._http_server = self._serve_http(config)
         tell_phase("ready")
@@ -197,7 +196,6 @@ class GatewayReplica:
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
-            gateway=self._gateway,
             every=self._every,
             fleet=FleetControl.over_links(self._router, config.links.credentials),
             is_healthy=self._has_verifier,

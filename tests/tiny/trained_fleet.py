@@ -196,7 +196,6 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     control = FleetControl.over_links(client, None)
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
-        gateway=gateway,
         every=EveryGateway(gateway),
         fleet=control,
         is_healthy=is_healthy,

@@ -21,13 +21,17 @@ logger = logging.getLogger(__name__)
 class TrainerDoors:
     """Everything that a trainer's endpoints need."""
 
-    gateway: Gateway
     every: EveryGateway
     fleet: FleetControl
     is_healthy: Callable[[], Awaitable[bool]]
     model_path: str
     tensor_parallel_size: int
     learners: LearnerControl
+
+    @property
+    def gateway(self) -> Gateway:
+        """This one."""
+        return self.every.own
 
     @property
     def dtype(self) -> str | None:

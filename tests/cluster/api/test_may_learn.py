@@ -66,7 +66,6 @@ class Service:
         if rollouts:
             fleet: Any = SimpleNamespace(reported_version="")
             doors = TrainerDoors(
-                gateway=self.gateway,
                 every=EveryGateway(self.gateway),
                 fleet=fleet,
                 is_healthy=self._healthy,

@@ -193,7 +193,6 @@ async def test_every_step_counts_as_a_verification(tokenizer: Any):
     app.state.body_timeout_s = 5.0
     fleet = FleetControl(NoRouter(), nobody, nobody)
     doors = TrainerDoors(
-        gateway=gateway,
         every=EveryGateway(gateway),
         fleet=fleet,
         is_healthy=healthy,
