@@ -131,7 +131,18 @@ def _start_own_ray(config: _Config) -> _Config:
     config = share_cores(config, num_ranks=num_busy_ranks(config), num_cores=usable_cores())
     with sigterm_blocked():
         start_ray(**own_ray_options(config))
+    _end_onlookers()
     return config
+
+
+def _end_onlookers() -> None:
+    """End the processes of a Ray on one machine that serve people who look at it: there are none.
+
+    They read logs for this process, which does not want them, would add machines, and count uses.
+    """
+    node: Any = worker._global_node
+    for kill in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
+        kill(check_alive=False)
 
 
 def own_ray_options(config: PoolsConfig) -> dict[str, Any]:
@@ -222,7 +233,7 @@ def stop_serve(
 def stop_ray() -> None:
     """Disconnect from Ray; kill the processes of a Ray that was started here.
 
-    Ray itself would wait a second for each of its five processes in turn, since SIGTERM is blocked in them. They hold
+    Ray itself would wait a second for each of its processes in turn, since SIGTERM is blocked in them. They hold
     nothing that could be lost. Its raylet's agents would try for a minute to report that the raylet is dead.
     """
     node: Any = worker._global_node
