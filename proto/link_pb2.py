@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/proto/link.proto\x12\x10outrider.link.v1\"E\n\x05\x46rame\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x03(\x0c\x32\x8a\x01\n\x0b\x44rafterLink\x12>\n\x06Stream\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x12;\n\x07\x43ontrol\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame2\xc8\x01\n\x0cVerifierLink\x12=\n\x05Serve\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x12;\n\x07\x43ontrol\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame\x12<\n\x06TakeKV\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame0\x01\x32R\n\x10\x44rafterDirectory\x12>\n\x06\x46ollow\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/proto/link.proto\x12\x10outrider.link.v1\"E\n\x05\x46rame\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x03(\x0c\x32\x8a\x01\n\x0b\x44rafterLink\x12>\n\x06Stream\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x12;\n\x07\x43ontrol\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame2\xc8\x01\n\x0cVerifierLink\x12=\n\x05Serve\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x12;\n\x07\x43ontrol\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame\x12<\n\x06TakeKV\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame0\x01\x32\x46\n\x0bGatewayLink\x12\x37\n\x03\x41sk\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame2R\n\x10\x44rafterDirectory\x12>\n\x06\x46ollow\x12\x17.outrider.link.v1.Frame\x1a\x17.outrider.link.v1.Frame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,6 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTERLINK']._serialized_end=257
   _globals['_VERIFIERLINK']._serialized_start=260
   _globals['_VERIFIERLINK']._serialized_end=460
-  _globals['_DRAFTERDIRECTORY']._serialized_start=462
-  _globals['_DRAFTERDIRECTORY']._serialized_end=544
+  _globals['_GATEWAYLINK']._serialized_start=462
+  _globals['_GATEWAYLINK']._serialized_end=532
+  _globals['_DRAFTERDIRECTORY']._serialized_start=534
+  _globals['_DRAFTERDIRECTORY']._serialized_end=616
 # @@protoc_insertion_point(module_scope)

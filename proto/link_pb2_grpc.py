@@ -308,6 +308,82 @@ class VerifierLink(object):
             _registered_method=True)
 
 
+class GatewayLinkStub(object):
+    """Served by every gateway, for the other gateways of its service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Ask = channel.unary_unary(
+                '/outrider.link.v1.GatewayLink/Ask',
+                request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                _registered_method=True)
+
+
+class GatewayLinkServicer(object):
+    """Served by every gateway, for the other gateways of its service.
+    """
+
+    def Ask(self, request, context):
+        """One question up, its answer down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GatewayLinkServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Ask': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                    response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'outrider.link.v1.GatewayLink', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('outrider.link.v1.GatewayLink', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GatewayLink(object):
+    """Served by every gateway, for the other gateways of its service.
+    """
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.link.v1.GatewayLink/Ask',
+            outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            outrider_dot_proto_dot_link__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class DrafterDirectoryStub(object):
     """Served by a pool of drafters for verifiers of other engines; one stream per verifier, opened by it.
     Up: what the verifier reports. Down, for each report: which drafters there are, and the router's plans.

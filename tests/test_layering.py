@@ -71,16 +71,17 @@ ROOMS = {
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/messages verifier_service/links",
     "cluster/router": "common verifier_service/messages drafter_service/learning",
-    "cluster/monitoring": "common router verifier_service/messages drafter_service/learning",
+    "cluster/monitoring": "router verifier_service/messages drafter_service/learning",
     "cluster/gateway": (
         "common router monitoring proto verifier_service verifier_service/messages verifier_service/links "
         "drafter_service/learning"
     ),
+    "cluster/peers": "common gateway proto verifier_service/messages verifier_service/links",
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
-    "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
-    "cluster/api": "common gateway web api/openai proto verifier_service/messages drafter_service/learning",
+    "cluster/api/rollouts": "common gateway peers api/openai verifier_service/messages",
+    "cluster/api": "common gateway peers web api/openai proto verifier_service/messages drafter_service/learning",
     "cluster/vllm_engine": (
         "hosted verifier_service verifier_service/messages verifier_service/model verifier_service/engine"
     ),
@@ -90,7 +91,7 @@ ROOMS = {
         "drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway replies api api/openai api/rollouts config vllm_engine proto "
+        "common router monitoring gateway peers replies api api/openai api/rollouts config vllm_engine proto "
         "verifier_service verifier_service/messages verifier_service/model verifier_service/links "
         "verifier_service/engine drafter_service/engine drafter_service/service drafter_service/learning"
     ),
@@ -402,10 +403,39 @@ def test_shells_start_without_model_code() -> None:
     source = """
         import sys
         from outrider.cluster.replicas import drafter_replica, gateway_replica, router_replica, verifier_replica
-        print(sys.modules.keys() & {"torch", "transformers", "outrider.drafter_service.service.drafters"})
+        heavy = {"torch", "transformers", "pandas", "scipy", "pyarrow", "sympy", "triton", "PIL"}
+        print(sys.modules.keys() & {*heavy, "outrider.drafter_service.service.drafters"})
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_gateway_reads_its_model_and_its_answers_without_torch() -> None:
+    source = """
+        import sys
+        from outrider.cluster.gateway.text_codec import TextCodec
+        from outrider.cluster.replicas.gateway_replica import model_info
+        from outrider.cluster.replies.reader import ReplySyntax
+        from outrider.cluster.replies.tools import read_tool_use
+        from outrider.drafter_service.embedded import target_path
+        from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
+        from outrider.verifier_service.model.config import ModelConfig
+        from outrider.verifier_service.model.tokenizer import load_tokenizer
+        from outrider.verifier_service.without_torch import import_transformers
+        import_transformers()
+        model = ModelConfig(path=str(target_path()))
+        text = TextCodec(load_tokenizer(model))
+        assert model_info("m", model, 100, AcceptanceRule.STANDARD, LogprobsMode.RAW).vocab_size == 2048
+        prompt = text.render_chat_now([{"role": "user", "content": "hello"}])
+        assert text.encode_now(prompt, add_special_tokens=False)
+        use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": {}}}], None, None)
+        reader = ReplySyntax(tool_call_parser="hermes").reader(prompt, use, is_constrained=False)
+        assert reader.read(["hello"], is_last=True).content == "hello"
+        print(sys.modules.keys() & {"torch", "pandas", "scipy", "pyarrow", "sympy", "triton"})
+        import torch  # whoever needs it finds it
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, check=True)
+    assert (found.stdout.strip(), found.stderr) == ("set()", "")
 
 
 def test_the_rules_see_the_sources() -> None:

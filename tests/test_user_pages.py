@@ -19,6 +19,7 @@ from outrider.cluster.cli.main import main
 from outrider.cluster.config.speculative_options import UNSERVED_KEYS
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.fleet_load import fleet_load
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.router.fleet import PlacementReason
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
 from outrider.proto import generation_pb2
@@ -83,7 +84,7 @@ def test_every_endpoint_has_a_line() -> None:
     backend = FakeBackend(lambda _: says(tokenizer, "the"))
     gateway = build_gateway(backend, tokenizer, rollouts=True, memory=RolloutMemory())
     app = build_api(gateway, is_healthy)
-    add_history_routes(app, gateway)
+    add_history_routes(app, EveryGateway(gateway))
     served = {re.sub(r"\{.*?\}", "{}", path) for path in app.openapi()["paths"]}
     told = {re.sub(r"\{.*?\}", "{}", path) for path in named(section("docs/api.md", "## HTTP endpoints"))}
     assert served <= told

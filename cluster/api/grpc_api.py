@@ -24,6 +24,7 @@ from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.messages.request import (
@@ -65,8 +66,8 @@ Context: TypeAlias = grpc.aio.ServicerContext
 class InferenceServicer(generation_pb2_grpc.InferenceServicer):
     """The service's calls. A cancelled or expired call stops its generation."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, every: EveryGateway) -> None:
+        self._gateway, self._every = gateway, every
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateChunk]:
         try:
@@ -91,7 +92,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
         return _response_message([choices[index] for index in sorted(choices)], valid.warnings)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted=[id_ for id_ in request.request_ids if self._gateway.abort(id_)])
+        return pb.AbortResponse(aborted=await self._every.abort(request.request_ids))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         model = self._gateway.model
@@ -256,17 +257,19 @@ async def start_grpc_server(
     gateway: Gateway,
     address: str,
     *,
+    every: EveryGateway | None = None,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     options: Mapping[str, int] = SERVER_OPTIONS,
 ) -> RunningGrpcServer:
     """Serve the gateway at `address` ("host:port"), with health and reflection; plaintext without credentials.
 
-    Raises `RuntimeError` if the address cannot be bound.
+    `every`: this gateway and the others; None: it is alone. Raises `RuntimeError` if the address cannot be bound.
     """
     server = grpc.aio.server(interceptors=(*interceptors, MalformedCallInterceptor()), options=list(options.items()))
-    generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
-    vllm_names = _add_vllm_engine(gateway, server)
+    every = every or EveryGateway(gateway)
+    generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway, every), server)
+    vllm_names = _add_vllm_engine(every, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -279,12 +282,12 @@ async def start_grpc_server(
     return RunningGrpcServer(server, port, health)
 
 
-def _add_vllm_engine(gateway: Gateway, server: grpc.aio.Server) -> tuple[str, ...]:
+def _add_vllm_engine(every: EveryGateway, server: grpc.aio.Server) -> tuple[str, ...]:
     """Serve vLLM's interface if its messages are installed; return its name."""
     if (remedy := missing_extra("vllm-grpc")) is not None:
         logger.warning("the gRPC interface vllm.grpc.engine.VllmEngine is not served: %s", remedy)
         return ()
     from outrider.cluster.api import vllm_grpc
 
-    vllm_grpc.add_to_server(gateway, server)
+    vllm_grpc.add_to_server(every, server)
     return (vllm_grpc.SERVICE_NAME,)

@@ -41,6 +41,7 @@ from outrider.cluster.gateway.choice import GatewayChunk, joined
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,16 @@ UNSUPPORTED_FIELDS = frozenset(
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
-def add_to_server(gateway: Gateway, server: grpc.aio.Server) -> None:
+def add_to_server(every: EveryGateway, server: grpc.aio.Server) -> None:
     """Serve the gateway as vLLM's engine too."""
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(gateway, time.time), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(every, time.time), server)
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """The service's calls. A cancelled or expired call stops its generation."""
 
-    def __init__(self, gateway: Gateway, wall_clock: Callable[[], float]) -> None:  # Unix time, seconds
-        self._gateway = gateway
+    def __init__(self, every: EveryGateway, wall_clock: Callable[[], float]) -> None:  # Unix time, seconds
+        self._gateway, self._every = every.own, every
         self._wall_clock = wall_clock
         self._started_s = wall_clock()
         self._last_request_s = 0.0
@@ -92,8 +93,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await abort(context, error)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        for request_id in request.request_ids:
-            self._gateway.abort(request_id)
+        await self._every.abort(request.request_ids)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:

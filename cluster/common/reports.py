@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from ray.exceptions import RayError
@@ -16,6 +17,7 @@ from outrider.cluster.common.background import is_being_cancelled
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
+SAME_INTERVAL_S = 1.0  # of a report that says nothing new; well within the router's `expire_after_s`
 REPORT_TIMEOUT_S = 1.0
 ROUTER_ERRORS = (RayError, RayServeException, TimeoutError)
 
@@ -72,6 +74,26 @@ async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIM
     except NoAnswerError as error:
         logger.warning("the router did not answer: %s", error)
     return None
+
+
+class Reports:
+    """When a replica's reports are due: one that says something new at once, the same one again now and then.
+
+    A call to the router costs milliseconds of processor time on either side, and a service at rest has nothing to say.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: object = None
+        self._told_s = 0.0
+
+    def take(self, report: object) -> bool:
+        """Return whether a report is due, which is then taken for told."""
+        now_s = self._clock()
+        if report == self._told and now_s - self._told_s < SAME_INTERVAL_S:
+            return False
+        self._told, self._told_s = report, now_s
+        return True
 
 
 async def news_or_interval(news: asyncio.Event) -> None:

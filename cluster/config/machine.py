@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from outrider.cluster.config.known_models import LOOK_UPS, is_embedded
+from outrider.cluster.config.model_options import DEVICES, has_gpu_nodes
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 
 Config = TypeVar("Config", bound=PoolsConfig)
 
 FEWEST_CORES = 4  # for a drafter in a process of its own: with fewer, it would take the verifier's cores
-DEVICES = Path("/dev")
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,8 @@ def usable_cores() -> int:
 
 
 def is_small(config: PoolsConfig, *, num_cores: int, devices: Path = DEVICES) -> bool:
-    """Tell whether drafters have no place of their own: no GPU that would be used, and few cores.
-
-    GPUs are looked for without torch, which takes seconds to load.
-    """
-    has_gpu = config.model.device != "cpu" and any(devices.glob("nvidia[0-9]*"))
+    """Tell whether drafters have no place of their own: no GPU that would be used, and few cores."""
+    has_gpu = config.model.device != "cpu" and has_gpu_nodes(devices)
     return num_cores < FEWEST_CORES and not has_gpu
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +15,15 @@ _OF_ALL_CHECKPOINTS = (
     *("dtype", "device", "trust_remote_code", "max_model_len", "block_size", "kv_cache_memory_bytes"),
     *("check_anew", "enforce_eager"),
 )
+
+
+DEVICES = Path("/dev")
+_GPU_NODES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")  # of NVIDIA's drivers, of its boards, of AMD's, of Windows' host
+
+
+def has_gpu_nodes(devices: Path | None = None) -> bool:
+    """Tell whether this machine may have a GPU, without torch, which takes seconds to load."""
+    return any(any((devices or DEVICES).glob(pattern)) for pattern in _GPU_NODES)
 
 
 class ModelOptions(Options):
@@ -66,7 +76,9 @@ class ModelOptions(Options):
         """The device, with `auto` decided by whether this machine has a GPU."""
         if self.device != "auto":
             return self.device
-        import torch  # takes seconds to load: only where the device is not given
+        if not has_gpu_nodes():
+            return "cpu"
+        import torch  # takes seconds to load: only where there may be a GPU
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 

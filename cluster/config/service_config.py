@@ -175,12 +175,9 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        """Refuse several gateways, and rules that bias what a trainer learns."""
-        if not self.verifiers.rollouts:
-            return self
-        if self.gateway.num_gateways.most > 1:
-            raise ValueError("num_gateways must be 1 with rollouts: the gateway remembers their responses")
-        require_lossless(self.speculative.rejection_sample_method)
+        """Refuse rules that bias what a trainer learns."""
+        if self.verifiers.rollouts:
+            require_lossless(self.speculative.rejection_sample_method)
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
 """What a gateway remembers of rollouts: the last responses of each key, and which verifiers have them.
 
 Drafters forget with their verifier, and a request may go to another one. So a request takes along the responses of its
-key that its verifier lacks. The memory is the gateway's alone: rollouts have one gateway.
+key that its verifier lacks. Every gateway has a memory of its own, and tells the others what it records: what one has
+not heard yet costs drafts, and no token.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -46,6 +47,16 @@ class Exported(NamedTuple):
     key: str
     weight_version: str | None  # None: it was given without one
     token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A response as one gateway tells it to another; the fields are arguments of `RolloutMemory.record`."""
+
+    key: str
+    token_ids: tuple[int, ...]
+    weight_version: str | None = None
+    verifier_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +115,10 @@ class Sample:
 class RolloutMemory:
     """The last responses of each key, bounded: the least recently used key goes first."""
 
-    def __init__(self, limits: MemoryLimits | None = None) -> None:
+    def __init__(self, limits: MemoryLimits | None = None, tell: Callable[[Recorded], None] = lambda _: None) -> None:
+        """`tell` hears of what is recorded here."""
         self.limits = limits or MemoryLimits()
+        self._tell = tell
         self._keys: OrderedDict[str, deque[Remembered]] = OrderedDict()  # oldest response first
         self._versions: deque[str] = deque(maxlen=self.limits.num_versions)  # oldest first
         self._newest = 0  # number of the newest version
@@ -145,14 +158,21 @@ class RolloutMemory:
         """
         if not key or len(token_ids) < 2:  # no token has a next one
             return
-        version = self._newest if weight_version is None else self._number_of(weight_version)
+        kept = tuple(token_ids[-min(MAX_CARRIED_TOKENS, self.limits.max_tokens) :])
+        told = Recorded(key=key, token_ids=kept, weight_version=weight_version, verifier_id=verifier_id)
+        self.hear(told)
+        self._tell(told)
+
+    def hear(self, told: Recorded) -> None:
+        """Remember a response that this gateway or another one has recorded."""
+        key, verifier_id = told.key, told.verifier_id
+        version = self._newest if told.weight_version is None else self._number_of(told.weight_version)
         self._use(key)
         responses = self._keys.setdefault(key, deque())
         if len(responses) == self.limits.max_responses:
             self._remove_oldest(responses)
         self._num_recorded += 1
-        kept = token_ids[-min(MAX_CARRIED_TOKENS, self.limits.max_tokens) :]
-        one = Remembered(self._num_recorded, version, array("i", kept))
+        one = Remembered(self._num_recorded, version, array("i", told.token_ids))
         responses.append(one)
         self._num_tokens += len(one.token_ids)
         while len(self._keys) > self.limits.max_keys or self._num_tokens > self.limits.max_tokens:

@@ -55,11 +55,6 @@ class RouterClient:
     def num_verifiers(self) -> int:
         return 0 if self.view.fleet is None else len(self.view.fleet.verifiers)
 
-    @property
-    def is_only_gateway(self) -> bool:
-        """Whether the router knows of no other gateway."""
-        return self.view.fleet is not None and self.view.fleet.num_gateways <= 1
-
     def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | Unavailable | None:
         """Return why a new request is refused; None: it is admitted."""
         if self.view.fleet is None:

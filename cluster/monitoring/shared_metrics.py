@@ -1,58 +1,46 @@
-"""All gateways' metrics in one scrape: gateways exchange them through the router.
+"""All gateways' metrics in one scrape: the gateway that is scraped asks the others.
 
-A scrape reaches any one gateway. It shows its own metrics and the others', as last exchanged. A series belongs to one
-gateway (`engine` is its id) and ends soon after it.
+A series belongs to one gateway (`engine` is its id) and ends soon after it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from outrider.cluster.common.reports import ask_router
 
-EXCHANGE_INTERVAL_S = 0.5  # the next scrape, at another gateway, must not show smaller counters
-EXPIRE_AFTER_S = 10.0
+class OtherGateways(Protocol):
+    """The other gateways of the service."""
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Their ids."""
+        ...
 
-class MetricsBoard:
-    """The router's side: every gateway's last families; a gateway that stays silent is forgotten."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[float, Sequence[Metric]]] = {}
-
-    def exchange(self, gateway_id: str, families: Sequence[Metric], now_s: float) -> list[Metric]:
-        """Store a gateway's families; return the other gateways'."""
-        self._last[gateway_id] = now_s, families
-        self._last = {id_: last for id_, last in self._last.items() if now_s - last[0] <= EXPIRE_AFTER_S}
-        return [family for id_, (_, others) in self._last.items() if id_ != gateway_id for family in others]
+    async def metrics(self) -> Mapping[str, Sequence[Metric]]:
+        """Return what each publishes, by its id; one that does not answer is left out."""
+        ...
 
 
 class SharedMetrics(Collector):
     """A scrape of a gateway: its own families merged with the other gateways', and the fleet's."""
 
-    def __init__(self, own: Collector, fleet: Collector, is_alone: Callable[[], bool]) -> None:
-        """`is_alone` says whether there is no other gateway."""
-        self._own, self._fleet, self._is_alone = own, fleet, is_alone
-        self._others: Sequence[Metric] = ()
+    def __init__(self, own: Collector, fleet: Collector, others: OtherGateways) -> None:
+        self._own, self._fleet, self._others = own, fleet, others
+        self._last: dict[str, Sequence[Metric]] = {}
 
-    async def exchange(self, router: Any, gateway_id: str) -> None:
-        """Exchange families through the router, forever; while it is away, the others' last ones stay.
-
-        A gateway that is alone exchanges nothing, once those of the last other one have expired.
-        """
-        while True:
-            if self._others or not self._is_alone():
-                others = await ask_router(router.exchange_metrics, gateway_id, list(self._own.collect()))
-                self._others = self._others if others is None else others
-            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+    async def scrape(self) -> Collector:
+        """Ask the others; of one that does not answer, show what it published last: its counters must not vanish."""
+        found = self._last | dict(await self._others.metrics())
+        self._last = {id_: families for id_, families in found.items() if id_ in self._others.known}
+        return self
 
     def collect(self) -> Iterator[Metric]:
-        yield from merged((*self._own.collect(), *self._others))
+        others = (family for families in self._last.values() for family in families)
+        yield from merged((*self._own.collect(), *others))
         yield from self._fleet.collect()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ray import serve
 
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask, ask_router
+from outrider.cluster.common.reports import REPORT_INTERVAL_S, Reports, ask, ask_router
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
@@ -158,8 +158,10 @@ class DrafterReplica:
 
     async def _report_forever(self) -> None:
         """Report while the engine lives: a silent drafter gets no new requests."""
+        reports = Reports()
         while self._host.failure is None:
-            await ask_router(self._router.report_drafter, self._report())
+            if reports.take(report := self._report()):
+                await ask_router(self._router.report_drafter, report)
             await asyncio.sleep(REPORT_INTERVAL_S)
         await ask_router(self._router.remove, self._drafter_id)
 

@@ -20,6 +20,17 @@ NUM_LISTENS = 10  # short waits that make up the time-out
 SERVER_GRACE_S = 0.5
 
 
+async def open_port(
+    host: str, register: Callable[[grpc.aio.Server], None], credentials: grpc.ServerCredentials | None = None
+) -> tuple[grpc.aio.Server, str]:
+    """Open a gRPC port for our own services, plaintext without credentials; return its server and "host:port"."""
+    server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+    register(server)
+    port = bind(server, f"{host}:0", credentials)
+    await server.start()
+    return server, f"{host}:{port}"
+
+
 class EngineHost:
     """One engine behind a Serve replica: its ranks, its pipe, its gRPC port, its background tasks."""
 
@@ -63,12 +74,9 @@ class EngineHost:
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
         """Open a gRPC port, plaintext without credentials; return its "host:port"."""
-        server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
-        register(server)
-        port = bind(server, f"{host}:0", credentials)
-        await server.start()
+        server, endpoint = await open_port(host, register, credentials)
         self._exit.push_async_callback(server.stop, SERVER_GRACE_S)
-        return f"{host}:{port}"
+        return endpoint
 
     def send(self, message: Any) -> None:
         """Send a message to the engine; raises `ConnectionError` once it is gone."""

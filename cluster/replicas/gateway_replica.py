@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -19,6 +19,7 @@ from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, sta
 from outrider.cluster.api.http_server import HttpServer
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
@@ -30,14 +31,20 @@ from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, Ser
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
-from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
+from outrider.cluster.gateway.rollout_memory import MemoryLimits, Recorded, RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
+from outrider.cluster.peers.every_gateway import EveryGateway, answers_of
+from outrider.cluster.peers.messages import AskResponse, Kept
+from outrider.cluster.peers.others import GatewayLinkServicer, Others
+from outrider.cluster.replicas.engine_host import SERVER_GRACE_S, open_port
+from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replies.reader import ReplySyntax
+from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
 from outrider.verifier_service.model.architectures import (
     read_description,
@@ -48,8 +55,11 @@ from outrider.verifier_service.model.architectures import (
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
+from outrider.verifier_service.without_torch import import_transformers
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from outrider.cluster.gateway.tracing import Tracing
 
 # the gateways of a node share a port; `serving` checks that no other program holds it
@@ -74,7 +84,7 @@ class GatewayReplica:
         begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config.gateway, gateway_id)
         model = config.verifier_spec.model
-        tokenizer = await asyncio.to_thread(load_tokenizer, model)  # meanwhile verifiers load
+        tokenizer = await asyncio.to_thread(_load_tokenizer, model)  # meanwhile verifiers load
         tell_phase("waiting for a verifier")
         info = model_info(
             config.model.name,
@@ -88,9 +98,9 @@ class GatewayReplica:
             learns=bool(config.learning),
             hands_over=config.verifiers.engine == OUTRIDER,
         )
-        memory = memory_of(config)
-        registry = CollectorRegistry()
-        metrics = GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id)
+        self._others = Others(gateway_id, config.links.credentials)
+        memory = memory_of(config, self._others.tell)
+        metrics = GatewayMetrics(CollectorRegistry(), model_name=config.model.name, engine=gateway_id)
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
@@ -114,27 +124,44 @@ class GatewayReplica:
             stream_interval=config.gateway.stream_interval,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
+        self._responses = Responses(gateway_id, self._fetch_response)
+        await self._meet_the_others(config, metrics.registry, router)
         keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
+        self._api = self._application(config, keys, metrics.registry)
         self._is_encrypted = config.tls is not None
         self._http_server = self._serve_http(config)
         tell_phase("ready")
 
-    def _share_metrics(
-        self, config: ServiceConfig, own: CollectorRegistry, router: Any, gateway_id: str
-    ) -> SharedMetrics:
-        """Begin to exchange metrics with the other gateways."""
-        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        shared = SharedMetrics(own, fleet, lambda: self._router.is_only_gateway)
-        self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
-        return shared
+    async def _meet_the_others(self, config: ServiceConfig, own: CollectorRegistry, router: Any) -> None:
+        """Answer the other gateways, and begin to know them."""
+        self._every = EveryGateway(self._gateway, self._others)
+        answers = answers_of(
+            self._gateway,
+            self._others,
+            find_response=lambda ask: self._responses.packed(ask.response_id, is_removed=ask.is_removed),
+            metrics=own,
+        )
+        self._link_server, endpoint = await open_port(
+            internal_address(config.links),
+            lambda server: link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkServicer(answers), server),
+            config.links.server_credentials,
+        )
+        following = self._others.follow(router, endpoint, wants_history=self._gateway.memory is not None)
+        self._tasks.start(following, "know the other gateways")
+
+    async def _fetch_response(self, gateway_id: str, response_id: str, is_removed: bool) -> bytes | None:
+        answer: Kept | None = await self._others.ask_one(
+            gateway_id, AskResponse(response_id=response_id, is_removed=is_removed)
+        )
+        return None if answer is None else answer.payload
 
     async def _serve_grpc(self, config: ServiceConfig, keys: ApiKeys) -> RunningGrpcServer:
         """Start the gRPC server, with its interceptors."""
         return await start_grpc_server(
             self._gateway,
             config.address(config.grpc_port),
+            every=self._every,
             credentials=None if config.tls is None else config.tls.server_credentials(),
             options=GRPC_OPTIONS,
             interceptors=[
@@ -158,10 +185,14 @@ class GatewayReplica:
         self._tasks.start(server.run(), "serve HTTP")
         return server
 
-    def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
+    def _application(self, config: ServiceConfig, keys: ApiKeys, own_metrics: CollectorRegistry) -> ASGIApp:
         """Return the HTTP application with its middleware."""
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
+        metrics = SharedMetrics(own_metrics, fleet, self._others)
         syntax = reply_syntax_of(config.gateway)
-        app = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
+        app = build_api(
+            self._gateway, self._has_verifier, scrape=metrics.scrape, responses=self._responses, reply_syntax=syntax
+        )
         if config.verifiers.rollouts:
             add_trainer_routes(app, self._trainer_doors(config))
         if config.learning:
@@ -179,7 +210,7 @@ class GatewayReplica:
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
-            gateway=self._gateway,
+            every=self._every,
             fleet=FleetControl.over_links(self._router, config.links.credentials),
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
@@ -219,11 +250,20 @@ class GatewayReplica:
             drains.append(self._http_server.drain(self._drain_timeout_s))
         await asyncio.gather(*drains)
         await self._tasks.stop()
+        await self._others.close()
+        await self._link_server.stop(SERVER_GRACE_S)
         if self._gateway.next_turn is not None:
             await self._gateway.next_turn.close()
         await self._backend.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+def _load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer: without torch, unless the model needs it for that."""
+    if not model.has_code:
+        import_transformers()
+    return load_tokenizer(model)
 
 
 def reply_syntax_of(options: GatewayOptions) -> ReplySyntax | None:
@@ -233,8 +273,8 @@ def reply_syntax_of(options: GatewayOptions) -> ReplySyntax | None:
     return ReplySyntax(tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser)
 
 
-def memory_of(config: ServiceConfig) -> RolloutMemory | None:
-    """Return what remembers the responses of rollouts; None: the service is for none."""
+def memory_of(config: ServiceConfig, tell: Callable[[Recorded], None]) -> RolloutMemory | None:
+    """Return what remembers the responses of rollouts, and tells of them; None: the service is for none."""
     if not config.verifiers.rollouts:
         return None
     speculative = config.speculative
@@ -242,7 +282,8 @@ def memory_of(config: ServiceConfig) -> RolloutMemory | None:
         MemoryLimits(
             num_versions=speculative.suffix_decoding_max_versions,
             max_drafter_responses=speculative.suffix_decoding_max_cached_requests,
-        )
+        ),
+        tell,
     )
 
 

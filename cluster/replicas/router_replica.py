@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
-
-from outrider.cluster.monitoring.shared_metrics import MetricsBoard
+from outrider.cluster.peers.registry import Registry
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
@@ -36,7 +34,7 @@ class RouterReplica:
     def __init__(self, policy: RouterPolicy) -> None:
         self._configured = policy
         self._core = RouterCore(policy, epoch=time.time_ns())
-        self._metrics = MetricsBoard()
+        self._gateways = Registry()
         self._news = asyncio.Event()  # set, and replaced, when something is told
         self._told_version, self._told_s = 0, 0.0
         self._spreading: asyncio.TimerHandle | None = None
@@ -63,9 +61,9 @@ class RouterReplica:
         self._core.report_learner(status, time.time())
         self._spread()
 
-    async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
-        """Store a gateway's metrics; return the other gateways'."""
-        return self._metrics.exchange(gateway_id, families, time.time())
+    async def meet_gateway(self, gateway_id: str, endpoint: str) -> Mapping[str, str]:
+        """Note where a gateway listens for the others; return where they do, by their ids."""
+        return self._gateways.meet(gateway_id, endpoint, time.time())
 
     async def stop_taking(self) -> None:
         """Have every gateway refuse new requests: the service stops once its streams have ended."""
@@ -87,7 +85,7 @@ class RouterReplica:
 
         Then the gateway calls again: a router that Serve replaces ends soon, and one that hangs is noticed.
         """
-        self._core.hear_gateway(ask, time.time())
+        self._core.hear_gateway(ask)
         seen, clock = ask.seen, asyncio.get_running_loop().time
         end_s = clock() + NEWS_CALL_S
         while True:

@@ -46,6 +46,7 @@ from outrider.verifier_service.model.architectures import (
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.without_torch import import_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,13 @@ _NODE_ADDRESSES = {"0.0.0.0": None, "::": None, "::1": "127.0.0.1"}
 _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
     "ray.serve": logging.WARNING,
+}
+# of a Ray that is started here: nobody asks it for metrics and tasks, a third of what a service does at rest
+QUIET_RAY = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
 }
 _FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 
@@ -125,7 +133,18 @@ def _start_own_ray(config: _Config) -> _Config:
     config = share_cores(config, num_ranks=num_busy_ranks(config), num_cores=usable_cores())
     with sigterm_blocked():
         start_ray(**own_ray_options(config))
+    _end_onlookers()
     return config
+
+
+def _end_onlookers() -> None:
+    """End the processes of a Ray on one machine that serve people who look at it: there are none.
+
+    They read logs for this process, which does not want them, would add machines, and count uses.
+    """
+    node: Any = worker._global_node
+    for kill in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
+        kill(check_alive=False)
 
 
 def own_ray_options(config: PoolsConfig) -> dict[str, Any]:
@@ -167,6 +186,8 @@ def start_ray(
     """
     if is_up():
         raise DeployError("this process is connected to a Ray already: end that first, with ray.shutdown()")
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
             init(**options)
@@ -214,7 +235,7 @@ def stop_serve(
 def stop_ray() -> None:
     """Disconnect from Ray; kill the processes of a Ray that was started here.
 
-    Ray itself would wait a second for each of its five processes in turn, since SIGTERM is blocked in them. They hold
+    Ray itself would wait a second for each of its processes in turn, since SIGTERM is blocked in them. They hold
     nothing that could be lost. Its raylet's agents would try for a minute to report that the raylet is dead.
     """
     node: Any = worker._global_node
@@ -294,6 +315,13 @@ def check_models(config: PoolsConfig) -> None:
         require_supported(description, model.tensor_parallel_size)
 
 
+def _load_little(config: PoolsConfig) -> None:
+    """Keep torch out of this process, which only starts the others, where the models' descriptions allow it."""
+    target = config.model.checkpoint(config.model.target_path, 1)
+    if not any(model.has_code for model in (target, *draft_models_of(config))):
+        import_transformers()
+
+
 def tell_phases(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnPhase:
     """Return a listener that prints each phase of a start, with the seconds until it began."""
     begin_s = clock()
@@ -310,6 +338,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         click.echo(line, err=True)
 
     on_phase = tell_phases(tell)
+    _load_little(config)
     with running_service(config, on_phase) as config:
         on_phase("ready")
         interrupt_at_signals()  # not earlier: Ray sets its own handler when it starts
@@ -332,6 +361,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
 def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
     """Serve a pool without verifiers until SIGINT or SIGTERM. Engines that draft from it then go on without drafts."""
     on_phase = tell_phases(lambda line: click.echo(line, err=True))
+    _load_little(config)
     with running_service(config, on_phase, build=build_drafters, name=DRAFTERS_APP):
         on_phase("ready")
         interrupt_at_signals()

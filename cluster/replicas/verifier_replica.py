@@ -12,7 +12,7 @@ from typing import Any
 from ray import serve
 
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import ask_router, news_or_interval
+from outrider.cluster.common.reports import Reports, ask_router, news_or_interval
 from outrider.cluster.config.service_config import OUTRIDER, ServiceConfig
 from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
@@ -73,6 +73,7 @@ class VerifierReplica:
         self._load_changed = asyncio.Event()
         self._default_plan: SpeculationPlan | None = None  # the router's last one
         self._figures = VerifierFigures()
+        self._reports = Reports()
         drafter = config.own_drafter
         self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
@@ -167,11 +168,12 @@ class VerifierReplica:
         await ask_router(self._router.remove, self._verifier_id)
 
     async def _tell_router(self) -> None:
-        if self._load is not None:
-            directive = await ask_router(self._router.report_verifier, self._report(self._load))
-            if directive is not None:
-                self._is_known = True
-                await self._follow(directive)
+        if self._load is None or not self._reports.take(report := self._report(self._load)):
+            return
+        directive = await ask_router(self._router.report_verifier, report)
+        if directive is not None:
+            self._is_known = True
+            await self._follow(directive)
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan

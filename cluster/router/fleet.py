@@ -197,7 +197,6 @@ class FleetSnapshot:
     placements: tuple[PlacementCount, ...] = ()
     learners: tuple[LearnerStatus, ...] = ()  # of the pools whose drafters learn while they serve
     is_stopping: bool = False  # the service takes no new requests
-    num_gateways: int = 0  # that follow the router
 
     def with_counts(
         self, decisions: Mapping[tuple[str, str], int], placements: Mapping[PlacementReason, int]

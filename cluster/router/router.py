@@ -29,7 +29,6 @@ from outrider.cluster.router.planning import VerifierMemory, plan_speculation
 from outrider.cluster.router.routing import is_crowded
 from outrider.drafter_service.learning.messages import LearnerStatus
 
-GATEWAY_EXPIRES_S = 10.0  # they ask every few seconds
 LOOK_INTERVAL_S = 0.1  # between two looks for silent replicas, which are at all of them, while others report
 
 
@@ -45,7 +44,6 @@ class RouterCore:
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
         self._learners: dict[str, tuple[float, LearnerStatus]] = {}  # of each pool that has one, when it reported
-        self._gateways: dict[str, float] = {}  # that follow the news, and when they last asked
         self._tallies: dict[str, Tally] = {}  # of each gateway, for good: counters do not fall
         self._decisions: Counter[tuple[str, str]] = Counter()  # that changed earlier ones
         self._started_s: float | None = None  # time of the first report
@@ -120,11 +118,8 @@ class RouterCore:
         if status != last:
             self._changes.note()
 
-    def hear_gateway(self, ask: NewsAsk, now_s: float) -> None:
-        """Note what a gateway has chosen, and that it is there."""
-        if ask.gateway_id not in self._gateways:
-            self._changes.note()
-        self._gateways[ask.gateway_id] = now_s
+    def hear_gateway(self, ask: NewsAsk) -> None:
+        """Note what a gateway has chosen."""
         self._tallies[ask.gateway_id] = ask.tally
 
     def stop_taking(self) -> None:
@@ -197,9 +192,8 @@ class RouterCore:
         for replica_id in [id_ for id_, last_s in reported_s.items() if not is_fresh(last_s, now_s, policy)]:
             self._forget(replica_id)
         learners = {pool: last for pool, last in self._learners.items() if is_fresh(last[0], now_s, policy)}
-        gateways = {id_: last_s for id_, last_s in self._gateways.items() if now_s - last_s <= GATEWAY_EXPIRES_S}
-        if len(learners) < len(self._learners) or len(gateways) < len(self._gateways):
-            self._learners, self._gateways = learners, gateways
+        if len(learners) < len(self._learners):
+            self._learners = learners
             self._changes.note()
 
     def _forget(self, replica_id: str) -> None:
@@ -231,7 +225,6 @@ class RouterCore:
             decided_at_s=now_s,
             learners=tuple([status for _, status in self._learners.values()]),
             is_stopping=self._is_stopping,
-            num_gateways=len(self._gateways),
         )
         return fleet.with_counts(tally.decisions, tally.placements)
 

@@ -30,6 +30,7 @@ from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.router.fleet import RouterPolicy, VerifierReport
@@ -182,7 +183,7 @@ async def trained_fleet(folder: Path, num_verifiers: int = 1) -> AsyncIterator[T
     control = FleetControl.over_links(client, None)
     app = build_api(gateway, is_healthy)
     doors = TrainerDoors(
-        gateway=gateway,
+        every=EveryGateway(gateway),
         fleet=control,
         is_healthy=is_healthy,
         model_path=str(folder / "v0"),

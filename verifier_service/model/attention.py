@@ -6,6 +6,8 @@ which uses the handler that the runner has entered for the step.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -133,6 +135,14 @@ class ShapeRecorder:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
+def fresh_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU in fresh pages, which take memory once they are written: most of a pool may never be."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 class KVPool:
     """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each."""
 
@@ -149,11 +159,11 @@ class KVPool:
         num_slots = num_blocks * block_size
         # zeros, not empty: masked slots enter a product with weight 0, and 0 * NaN is NaN
         self.keys = {
-            index: torch.zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
             for index, shape in shapes.items()
         }
         self.values = {
-            index: torch.zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
+            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
             for index, shape in shapes.items()
         }
 

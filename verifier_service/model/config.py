@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from outrider.verifier_service.messages.draft import require
+from outrider.verifier_service.model.gguf import is_to_be_converted
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8"]
@@ -38,6 +39,11 @@ class ModelConfig:
     enforce_eager: bool = False  # capture no CUDA graphs
     check_logits: bool = True  # compare the engine's logits with the library's at start
     check_anew: bool = False  # ignore the findings of earlier starts with this checkpoint on this machine
+
+    @property
+    def has_code(self) -> bool:
+        """Whether its tokenizer and description may need torch: they come with code, or are still to be converted."""
+        return self.trust_remote_code or is_to_be_converted(self.path)
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder or a model id")

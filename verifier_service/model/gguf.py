@@ -31,6 +31,16 @@ def local_path(path: str) -> str:
     return str(convert_once(Path(path))) if is_gguf(path) else path
 
 
+def is_to_be_converted(path: str) -> bool:
+    """Return whether a path names a GGUF file that no process has converted yet."""
+    return is_gguf(path) and Path(path).is_file() and not _folder_of(Path(path)).is_dir()
+
+
+def _folder_of(path: Path) -> Path:
+    """Return where a GGUF file's checkpoint is, or will be."""
+    return cache_folder() / "gguf" / f"{path.stem}-{_key(path)}"
+
+
 def convert_once(path: Path) -> Path:
     """Return the folder of a GGUF file's checkpoint; convert the file first, unless an earlier process did.
 
@@ -38,7 +48,7 @@ def convert_once(path: Path) -> Path:
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
-    folder = cache_folder() / "gguf" / f"{path.stem}-{_key(path)}"
+    folder = _folder_of(path)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

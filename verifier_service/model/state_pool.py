@@ -17,6 +17,7 @@ from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP, States
 from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.model.attention import fresh_zeros
 
 MAX_PENDING = 2  # writes in flight; by the time of a third, the copy of the first has arrived
 MAX_MESSAGE_BYTES = 4 << 20  # of states per message: a long prompt must not delay other requests' drafts
@@ -41,7 +42,7 @@ class StatePool:
 
     def __init__(self, *, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
         self.block_size, self.width, self.dtype = block_size, width, dtype
-        self._states = torch.zeros(num_blocks * block_size, width, dtype=dtype)
+        self._states = fresh_zeros(num_blocks * block_size, width, dtype=dtype, device=torch.device("cpu"))
         self._pending: list[Callable[[], object]] = []  # updates of the states, in order
 
     @property

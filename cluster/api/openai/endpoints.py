@@ -31,7 +31,7 @@ from outrider.cluster.api.openai.protocol import (
     parse_json,
     template_input,
 )
-from outrider.cluster.api.openai.response_store import ResponseStore
+from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
 from outrider.cluster.api.openai.responses_protocol import ResponsesBody, in_own_field_names
 from outrider.cluster.common.api_keys import KeyPolicy, shown_policy
@@ -45,13 +45,15 @@ MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 60.0  # a client that stops sending holds a connection, and memory for what it sent
 
 HealthCheck = Callable[[], Awaitable[bool]]
+Scrape = Callable[[], Awaitable[Collector]]
 
 
 def build_api(
     gateway: Gateway,
     is_healthy: HealthCheck,
     *,
-    metrics: Collector | None = None,
+    scrape: Scrape | None = None,
+    responses: Responses | None = None,
     wall_clock: Callable[[], float] = time.time,
     body_timeout_s: float = BODY_TIMEOUT_S,
     reply_syntax: ReplySyntax | None = None,
@@ -59,16 +61,17 @@ def build_api(
     """Return the FastAPI application of a gateway.
 
     `reply_syntax` is how the model writes tool calls and reasoning; None: by its tokenizer's response template, if any.
-    `is_healthy` answers /health and, unless the gateway drains, /ready. /metrics shows `metrics`; None: its own.
+    `is_healthy` answers /health and, unless the gateway drains, /ready. `scrape` returns what /metrics shows; None: the
+    gateway's own. `responses`: where those of /v1/responses are kept; None: here alone.
     """
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     prepare(app, body_timeout_s)
     chats = Chats(syntax=reply_syntax or ReplySyntax(response_template=gateway.text.response_template))
     _add_generation_routes(app, gateway, wall_clock, chats)
-    _add_responses_routes(app, gateway, wall_clock, chats)
+    _add_responses_routes(app, gateway, wall_clock, chats, responses or Responses())
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
-    _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
+    _add_status_routes(app, gateway, is_healthy, scrape or _own_metrics(gateway))
     add_web_page(app)
     return app
 
@@ -127,9 +130,9 @@ def _answer(gateway: Gateway, format_: Format, created: int, body: GenerationBod
     return Answer(gateway, format_, created, body.include_usage, *shown)
 
 
-def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:
-    store = ResponseStore()
-
+def _add_responses_routes(
+    app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats, store: Responses
+) -> None:
     @app.post("/v1/responses", openapi_extra=_body_schema("/v1/responses", ResponsesBody))
     async def responses(request: Request) -> Response:
         body = parse_body(await read_json(request), ResponsesBody)
@@ -138,9 +141,11 @@ def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[
             body = body.model_copy(update={"store": False})
         messages = body.messages()
         if body.previous_response_id is not None:
-            before = store.get(body.previous_response_id, "previous_response_id").messages
-            messages = [*before, *messages]
-        answer = Answer(gateway, ResponsesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
+            before = await store.get(body.previous_response_id, "previous_response_id")
+            messages = [*before.messages, *messages]
+        answer = Answer(
+            gateway, ResponsesFormat(store.id_prefix), int(wall_clock()), include_usage=True, return_token_ids=False
+        )
         with in_own_field_names():
             await chats.open(answer, body.chat(messages))
         sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
@@ -148,11 +153,11 @@ def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[
 
     @app.get("/v1/responses/{response_id}")
     async def stored(response_id: str) -> dict[str, Any]:
-        return store.get(response_id).response
+        return (await store.get(response_id)).response
 
     @app.delete("/v1/responses/{response_id}")
     async def remove(response_id: str) -> dict[str, Any]:
-        store.remove(response_id)
+        await store.remove(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -199,7 +204,14 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _model_object(gateway, name)
 
 
-def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, collector: Collector) -> None:
+def _own_metrics(gateway: Gateway) -> Scrape:
+    async def scrape() -> Collector:
+        return gateway.metrics.registry
+
+    return scrape
+
+
+def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, scrape: Scrape) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if await is_healthy() else 503)
@@ -227,7 +239,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(await scrape()), media_type=CONTENT_TYPE_LATEST)
 
 
 def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:

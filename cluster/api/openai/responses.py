@@ -20,7 +20,7 @@ from outrider.cluster.api.openai.format import (
     metrics_object,
     usage_object,
 )
-from outrider.cluster.api.openai.response_store import ResponseStore
+from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody, in_own_name
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
@@ -35,7 +35,8 @@ _TEXT, _THOUGHT = "output_text", "reasoning_text"
 class ResponsesFormat(ChatFormat):
     """A chat's format under the ids of responses, which are rendered here."""
 
-    id_prefix = "resp_"
+    def __init__(self, id_prefix: str) -> None:
+        self.id_prefix = id_prefix
 
 
 class OutputItems:
@@ -142,7 +143,7 @@ class ResponsesAnswer:
     answer: Answer  # of the chat
     body: ResponsesBody
     messages: Sequence[Message]  # the chat before the answer, without instructions
-    store: ResponseStore
+    store: Responses
     output: OutputItems = field(default_factory=OutputItems)
     num_events: int = 0
 

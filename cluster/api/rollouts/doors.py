@@ -1,4 +1,4 @@
-"""What all trainers' endpoints share: the gateway, the control of its fleet, and the errors of control calls."""
+"""What all trainers' endpoints share: gateways, the control of their fleet, and the errors of control calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from outrider.cluster.common.errors import InvalidRequest, OutriderError, mappin
 from outrider.cluster.gateway.fleet_control import FleetControl, FleetResult
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.learner_control import LearnerControl
+from outrider.cluster.peers.every_gateway import EveryGateway
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +21,17 @@ logger = logging.getLogger(__name__)
 class TrainerDoors:
     """Everything that a trainer's endpoints need."""
 
-    gateway: Gateway
+    every: EveryGateway
     fleet: FleetControl
     is_healthy: Callable[[], Awaitable[bool]]
     model_path: str
     tensor_parallel_size: int
     learners: LearnerControl
+
+    @property
+    def gateway(self) -> Gateway:
+        """This one."""
+        return self.every.own
 
     @property
     def dtype(self) -> str | None:

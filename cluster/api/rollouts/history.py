@@ -23,6 +23,7 @@ from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidReq
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import MAX_HISTORY_KEY_CHARS, MAX_LABEL_CHARS
 from outrider.cluster.gateway.rollout_memory import Exported, RolloutMemory
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.history import filed_under, filed_under_hash, name_of
 
 PATH = "/v1/rollouts/history"
@@ -57,9 +58,9 @@ class HistoryBody(ModelBody):
         return filed_under(self.history_key, self.prompt_ids or ())
 
 
-def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes of a gateway with a memory."""
-    memory = gateway.memory
+def add_history_routes(app: FastAPI, every: EveryGateway) -> None:
+    """Add the routes of gateways with memories, of which each has what all have heard."""
+    gateway, memory = every.own, every.own.memory
     assert memory is not None, "a service that is not for rollouts"
 
     @app.post(PATH)
@@ -81,7 +82,7 @@ def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete(PATH)
     async def forget() -> dict[str, Any]:
-        memory.clear()
+        await every.forget_history()
         return {"object": "history", "deleted": True}
 
 

@@ -65,9 +65,9 @@ def _add_generate(app: FastAPI, doors: TrainerDoors) -> None:
     async def abort(request: Request) -> Response:
         body = parse_native(await read_json(request), AbortBody)
         if body.abort_all:
-            gateway.abort_all()
+            await doors.every.abort_all()
         elif body.rid:
-            gateway.abort(body.rid)
+            await doors.every.abort([body.rid])
         return Response()
 
     @app.get("/health_generate")
@@ -131,7 +131,7 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
     async def update_from_group(request: Request) -> Response:
         body = parse_native(await read_json(request), GroupUpdateBody)
         if body.abort_all_requests:
-            doors.gateway.abort_all()
+            await doors.every.abort_all()
         update = fleet.update_from_group(
             names=body.names,
             dtypes=body.dtypes,
@@ -146,7 +146,7 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
     async def update_from_folder(request: Request) -> Response:
         body = parse_native(await read_json(request), FolderUpdateBody)
         if body.abort_all_requests:
-            doors.gateway.abort_all()
+            await doors.every.abort_all()
         update = fleet.update_drafters if body.selector == "draft" else fleet.update_from_folder
         return await outcome("The update", update(body.model_path, body.weight_version))
 
@@ -189,8 +189,8 @@ def _add_state_routes(app: FastAPI, doors: TrainerDoors) -> None:
         app.get(path)(answer)
 
     async def load() -> dict[str, Any]:
-        """Return one load for the whole fleet; this gateway, the only one, knows every request."""
-        num_requests = num_waiting = gateway.num_running
+        """Return one load for the whole fleet: the gateways together know every request."""
+        num_requests = num_waiting = await doors.every.num_running()
         with contextlib.suppress(OutriderError):  # no verifier: all wait
             state = await fleet.state()
             if not state.is_paused:

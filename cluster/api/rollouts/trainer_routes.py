@@ -13,7 +13,7 @@ from outrider.cluster.api.rollouts.vllm_routes import add_vllm_routes
 
 def add_trainer_routes(app: FastAPI, doors: TrainerDoors) -> None:
     """Add what a service with `--rollouts` serves beside OpenAI's endpoints."""
-    add_history_routes(app, doors.gateway)
+    add_history_routes(app, doors.every)
     add_reward_routes(app, doors.learners)
     add_sglang_routes(app, doors)
     add_vllm_routes(app, doors)

@@ -71,8 +71,8 @@ def _add_generate(app: FastAPI, doors: TrainerDoors) -> None:
     async def abort(request: Request) -> dict[str, Any]:
         body = parse_body(await read_json(request, empty={}), AbortManyBody)
         if not body.request_ids:
-            return {"status": "aborted", "aborted": doors.gateway.abort_all()}
-        return {"status": "aborted", "aborted": sum([doors.gateway.abort(id_) for id_ in body.request_ids])}
+            return {"status": "aborted", "aborted": await doors.every.abort_all()}
+        return {"status": "aborted", "aborted": len(await doors.every.abort(body.request_ids))}
 
 
 def _add_pauses(app: FastAPI, doors: TrainerDoors) -> None:

@@ -26,6 +26,7 @@ from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.cluster.gateway.journal import Journal
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -65,7 +66,7 @@ class Service:
         if rollouts:
             fleet: Any = SimpleNamespace(reported_version="")
             doors = TrainerDoors(
-                gateway=self.gateway,
+                every=EveryGateway(self.gateway),
                 fleet=fleet,
                 is_healthy=self._healthy,
                 model_path="m",

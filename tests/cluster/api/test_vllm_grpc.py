@@ -25,6 +25,7 @@ from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.vllm_grpc import SERVICE_NAME, VllmEngineServicer, scheduler_load
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.cluster.common.errors import Overloaded, Unavailable
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import (
     FinishReason,
     LogitBias,
@@ -428,7 +429,8 @@ async def test_server_info_counts_what_runs(tokenizer):
 
 async def test_server_info_tells_times(tokenizer):
     now_s = 100.0
-    servicer = VllmEngineServicer(build_gateway(FakeBackend(lambda _: [[5]]), tokenizer), lambda: now_s)
+    every = EveryGateway(build_gateway(FakeBackend(lambda _: [[5]]), tokenizer))
+    servicer = VllmEngineServicer(every, lambda: now_s)
     now_s = 130.0
     assert (await servicer.GetServerInfo(pb.GetServerInfoRequest(), None)).last_receive_timestamp == 0
     server = grpc.aio.server()

@@ -7,7 +7,16 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from outrider.cluster.common.reports import REPORT_INTERVAL_S, NoAnswerError, ask, ask_router, news_or_interval
+from outrider.cluster.common.reports import (
+    REPORT_INTERVAL_S,
+    SAME_INTERVAL_S,
+    NoAnswerError,
+    Reports,
+    ask,
+    ask_router,
+    news_or_interval,
+)
+from outrider.cluster.router.fleet import RouterPolicy
 
 
 class Method:
@@ -103,6 +112,18 @@ async def test_a_handle_that_fails_before_it_gives_an_awaitable_is_away_too():
 async def test_mistakes_of_our_own_are_not_hidden():
     with pytest.raises(ZeroDivisionError):
         await ask_router(Method(ZeroDivisionError()))
+
+
+def test_a_report_that_says_nothing_new_is_told_again_now_and_then():
+    now_s = 0.0
+    reports = Reports(lambda: now_s)
+    assert [reports.take(text) for text in ("a", "a", "b", "b", "a")] == [True, False, True, False, True]
+    now_s = SAME_INTERVAL_S - 0.01
+    assert not reports.take("a")
+    now_s = SAME_INTERVAL_S
+    assert reports.take("a")
+    assert not reports.take("a")
+    assert RouterPolicy().expire_after_s > 2 * SAME_INTERVAL_S, "one may be lost"
 
 
 async def test_news_are_reported_at_once_and_the_lack_of_them_after_the_interval():

@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 import torch
 
+from outrider.cluster.config import model_options
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.config.verifier_main import verifier_main
@@ -27,9 +30,7 @@ def test_rollouts_are_asked_for_and_our_own_engines():
         ServiceConfig(rollouts=True, host="0.0.0.0")
     hashes = ["0" * 64]
     assert ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=hashes).gateway.api_key_hashes == ("0" * 64,)
-    for several in (2, "1:2"):
-        with pytest.raises(ValueError, match="num_gateways must be 1 with rollouts"):
-            ServiceConfig(rollouts=True, num_gateways=several)
+    assert ServiceConfig(rollouts=True, num_gateways="1:2").gateway.num_gateways.most == 2
     with pytest.raises(ValueError, match="rejection_sample_method must be lossless in rollouts"):
         ServiceConfig(rollouts=True, speculative_config={"rejection_sample_method": "typical"})
 
@@ -125,13 +126,18 @@ def test_bad_options_are_named(values, message):
         ServiceConfig(**values)
 
 
-def test_gpus_are_reserved_where_the_device_says_so_whatever_this_machine_has(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_reserved_where_the_device_says_so_whatever_this_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Ray's head node in deploy/kuberay
     on_gpus = ServiceConfig(device="cuda", gpu_share=0.5)
     assert on_gpus.verifier_placement.serve_options["placement_group_bundles"][1]["GPU"] == 0.5
     assert on_gpus.model.settled_device == "cuda"
     assert ServiceConfig().model.settled_device == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ServiceConfig().model.settled_device == "cpu", "where there is no device, torch is not asked"
+    monkeypatch.setattr(model_options, "DEVICES", tmp_path)
+    (tmp_path / "nvidia0").touch()
     assert ServiceConfig().model.settled_device == "cuda"
     assert (ServiceConfig().model.gpus_per_rank, ServiceConfig(device="cpu").model.gpus_per_rank) == (1.0, 0.0)
 

@@ -151,11 +151,3 @@ async def test_a_gateway_that_starts_while_the_router_is_away_comes_up_with_it(
     client = follow(router)
     assert await asyncio.wait_for(client.max_model_len(), 5) == 128
     assert len(router.asks) == 3
-
-
-def test_it_knows_whether_there_are_other_gateways():
-    client = RouterClient(None, "g")
-    assert not client.is_only_gateway, "nothing was heard"
-    for version, (number, is_only) in enumerate([(1, True), (2, False)]):
-        client.view.take(news_of(dataclasses.replace(snapshot_of("v"), num_gateways=number), version))
-        assert client.is_only_gateway is is_only

@@ -15,7 +15,9 @@ from fakes.backend import (
     spaced_tokenizer,
 )
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.gateway.text_codec import NUM_THREADS, TextCodec
+from outrider.cluster.gateway.text_codec import MAX_SHORT_CHARS, MAX_SHORT_MESSAGES, NUM_THREADS, TextCodec
+
+LONG = "a" * (MAX_SHORT_CHARS + 1)  # for a thread
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,38 @@ async def test_texts_of_tokens_concatenate(tokenizer):
     assert await codec.decode(ids, skip_special_tokens=True) == "a日"
 
 
+async def test_short_texts_wait_for_no_thread_and_long_ones_hold_up_nobody(tokenizer):
+    where: list[int] = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **_):
+            where.append(threading.get_ident())
+            return tokenizer.encode(text)
+
+        def apply_chat_template(self, messages, **fields):
+            where.append(threading.get_ident())
+            return tokenizer.apply_chat_template(messages, **fields)
+
+    codec, here = TextCodec(Watched()), threading.get_ident()
+    short = LONG[1:]
+    said = [{"role": "user", "content": short}]
+    assert await codec.encode(short, add_special_tokens=False) == tuple(tokenizer.encode(short))
+    assert await codec.render_chat(said) == tokenizer.apply_chat_template(
+        said, tokenize=False, add_generation_prompt=True
+    )
+    assert where == [here, here]
+    where.clear()
+    await codec.encode(LONG, add_special_tokens=False)
+    await codec.render_chat([{"role": "user", "content": LONG}])
+    await codec.render_chat([{"role": "user", "content": "a"}] * (MAX_SHORT_MESSAGES + 1))
+    await codec.render_chat([{"role": "user", "content": "a"}], tools=[{"type": "function"}])
+    assert len(where) == 4
+    assert here not in where
+
+
 async def test_few_texts_are_tokenised_at_a_time(tokenizer):
     class Counting:
         num_running = most = 0
@@ -61,13 +95,13 @@ async def test_few_texts_are_tokenised_at_a_time(tokenizer):
         def encode(self, text, **_):
             self.num_running += 1
             self.most = max(self.most, self.num_running)
-            ids = tokenizer.encode(text * 2000)
+            ids = tokenizer.encode(text * 20)
             self.num_running -= 1
             return ids
 
     counting = Counting()
     codec = TextCodec(counting)
-    await asyncio.gather(*(codec.encode("the quick ", add_special_tokens=False) for _ in range(8)))
+    await asyncio.gather(*(codec.encode(LONG, add_special_tokens=False) for _ in range(8)))
     assert 1 <= counting.most <= 2
 
 
@@ -86,13 +120,13 @@ async def test_calls_that_nobody_waits_for_leave_the_threads_to_others(tokenizer
 
     stuck = Stuck()
     codec = TextCodec(stuck)
-    calls = [asyncio.create_task(codec.encode("x", add_special_tokens=False)) for _ in range(10)]
+    calls = [asyncio.create_task(codec.encode(LONG, add_special_tokens=False)) for _ in range(10)]
     while stuck.num_begun < NUM_THREADS:
         await asyncio.sleep(0.001)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    last = asyncio.create_task(codec.encode("x", add_special_tokens=False))
+    last = asyncio.create_task(codec.encode(LONG, add_special_tokens=False))
     await asyncio.sleep(0.01)
     assert stuck.num_begun == NUM_THREADS, "what runs still counts"
     stuck.go_on.set()

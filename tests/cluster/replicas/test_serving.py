@@ -33,6 +33,7 @@ from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.replicas.app import build
 from outrider.cluster.replicas.serving import (
     NUM_START_ATTEMPTS,
+    QUIET_RAY,
     DeployError,
     check_models,
     check_ports,
@@ -67,6 +68,8 @@ class Server:
         names = {child.name() for child in self._children}
         assert {"raylet", "ray::RuntimeEnvAgent"} < names, "Ray's processes, and those that they started"
         assert not any("Proxy" in name for name in names), "the gateway listens itself"
+        commands = " ".join(" ".join(child.cmdline()) for child in self._children)
+        assert not any(name in commands for name in ("log_monitor", "monitor.py", "dashboard.py")), "nobody looks on"
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -75,6 +78,12 @@ class Server:
     @property
     def told(self) -> str:
         return self.errors.read_text()
+
+    def memory(self) -> tuple[set[str], float]:
+        """Return the names of processes with torch, and the proportional share of all, in MB."""
+        processes = [psutil.Process(self.process.pid), *self._children]
+        with_torch = {one.name() for one in processes if any("libtorch" in file.path for file in one.memory_maps())}
+        return with_torch, sum(one.memory_full_info().pss for one in processes) / 1e6
 
     def wait(self) -> None:
         """Wait until it has ended well and nothing is left of it."""
@@ -100,6 +109,9 @@ def test_streams_run_out_before_the_service_stops(tmp_path: Path):
     assert said[:4] == [*first, "starting 1 gateway, 1 verifier, 1 drafter"], server.told
     assert said[-1] == "ready"
     assert {"verifier: warming up, measuring steps", "verifier: ready", "drafter: ready"} < {*said[4:]}
+    with_torch, memory_mb = server.memory()
+    assert with_torch == {"ray::Rank.run"}, "what computes, and nothing else"
+    assert memory_mb < 2100.0, "1,600 where the model was checked by an earlier start, 150 more where it is checked now"
     url, begun = f"http://127.0.0.1:{server.port}/v1/completions", threading.Semaphore(0)
     with ThreadPoolExecutor(8) as threads:
         streams = [threads.submit(stream, url, f"def f{index}(", begun.release) for index in range(8)]
@@ -199,6 +211,18 @@ def test_a_ray_that_times_out_is_started_again(caplog: pytest.LogCaptureFixture)
     assert [record.message for record in caplog.records] == [
         f"Ray did not start (attempt {attempt} of 3): The current node timed out during startup" for attempt in (1, 2)
     ]
+
+
+def test_our_own_ray_keeps_no_records_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch):
+    first, *others = QUIET_RAY
+    monkeypatch.setenv(first, "an operator's")
+    for name in others:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found: dict[str, str | None] = {}
+    ray = FakeRay(num_failures=0)
+    start_ray(is_up=ray.is_up, init=lambda **_: found.update({name: os.environ.get(name) for name in QUIET_RAY}))
+    assert found == {**QUIET_RAY, first: "an operator's"}
 
 
 def test_a_ray_that_never_starts_is_an_error():

@@ -305,7 +305,7 @@ def test_decisions_are_counted_when_they_are_made_and_when_they_change():
         plan = view.place(ask, fleet.now_s).plan
         fleet.add(request_id, cap=cap)
         fleet.plans[request_id] = plan
-    fleet.core.hear_gateway(view.ask("g"), fleet.now_s)
+    fleet.core.hear_gateway(view.ask("g"))
     fleet.run(3)  # lengths may move, the decisions stay
     assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1}
     fleet.up.clear()
@@ -459,7 +459,6 @@ class TestNews:
             core.stop_taking,
             lambda: setattr(core, "policy", RouterPolicy(max_draft_length=3)),
             lambda: core.report_learner(LearnerStatus(pool="p"), 1.0),
-            lambda: core.hear_gateway(NewsAsk(gateway_id="g", seen=None), 1.0),
         ):
             version = core.version
             change()
@@ -468,20 +467,18 @@ class TestNews:
         assert news.changed.is_stopping
         assert news.policy.max_draft_length == 3
         assert [status.pool for status in news.changed.learners] == ["p"]
-        assert news.changed.num_gateways == 1
 
-    def test_a_gateway_that_asks_no_more_is_gone_but_what_it_chose_still_counts(self):
+    def test_what_gateways_chose_is_counted_together(self):
         core = self.core()
         tally = Tally(Counter({("on", "pays"): 2}), Counter({PlacementReason.PREFIX: 2}))
-        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=tally), 1.0)
-        core.hear_gateway(NewsAsk(gateway_id="h", seen=None, tally=tally), 8.0)
+        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=tally))
+        core.hear_gateway(NewsAsk(gateway_id="h", seen=None, tally=tally))
         later = core.news(None, 12.0).changed
-        assert later.num_gateways == 1
         assert [(item.reason, item.count) for item in later.placements] == [("prefix", 4)]
         assert [(item.decision, item.reason, item.count) for item in later.decisions] == [("on", "pays", 4)]
 
     def test_news_cross_the_wire(self):
         core = self.core()
-        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=Tally(Counter({("on", "pays"): 2}))), 1.0)
+        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=Tally(Counter({("on", "pays"): 2}))))
         news = core.news(None, 1.0)
         assert decode(encode(news), (FleetNews,)) == news

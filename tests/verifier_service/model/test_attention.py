@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,8 @@ from hypothesis import given, settings
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
     AttentionOptions,
+    KVPool,
+    LayerShape,
     ShapeRecorder,
     attend_by_hand,
     attend_paged,
@@ -77,6 +82,22 @@ def test_short_queries_share_a_call_with_contexts_of_like_length():
         logits_indices=[],
     )
     assert group_members(batch) == [[0, 2], [1, 4], [3], [5]]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_pool_on_a_cpu_takes_memory_once_it_is_written():
+    shape, size = LayerShape(num_kv_heads=2, head_dim=64, value_dim=64), 1 << 28
+    before = resident_bytes()
+    num_blocks = size // (16 * shape.num_elements * 4)
+    pool = KVPool({0: shape}, num_blocks=num_blocks, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    assert pool.keys[0].nbytes + pool.values[0].nbytes == size
+    assert resident_bytes() - before < size / 8
+    pool.keys[0][-16:] = 1.0
+    assert (pool.keys[0][-32:-16].abs().sum(), pool.keys[0][-16:].sum()) == (0.0, 16 * 2 * 64)
+    assert pool.values[0].data_ptr() % 64 == 0, "as kernels like it"
 
 
 def test_only_the_steps_own_slots_are_written():

@@ -106,7 +106,9 @@ def test_it_is_served_like_a_checkpoint(tmp_path, cache, caplog):
 def test_it_is_converted_once_and_again_when_it_has_changed(tmp_path, cache):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
+    assert ModelConfig(path=str(path)).has_code, "torch converts it"
     first = gguf.convert_once(path)
+    assert not ModelConfig(path=str(path)).has_code
     made_ns = (first / "config.json").stat().st_mtime_ns
     assert gguf.convert_once(path) == first
     assert (first / "config.json").stat().st_mtime_ns == made_ns

@@ -15,6 +15,7 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts import history
 from outrider.cluster.api.rollouts.history import PATH, add_history_routes
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.history import filed_under, prompt_hash
 from outrider.verifier_service.messages.request import GenerationRequest
 
@@ -32,7 +33,7 @@ class Door:
         self.memory = RolloutMemory()
         gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, rollouts=True, memory=self.memory)
         app = build_api(gateway, healthy)
-        add_history_routes(app, gateway)
+        add_history_routes(app, EveryGateway(gateway))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def give(self, **body: Any) -> dict[str, Any]:

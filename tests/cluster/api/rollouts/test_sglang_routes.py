@@ -19,6 +19,7 @@ from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.sglang_routes import add_sglang_routes
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
@@ -191,7 +192,7 @@ async def test_every_step_counts_as_a_verification(tokenizer: Any):
     app.state.body_timeout_s = 5.0
     fleet = FleetControl(NoRouter(), nobody, nobody)
     doors = TrainerDoors(
-        gateway=gateway,
+        every=EveryGateway(gateway),
         fleet=fleet,
         is_healthy=healthy,
         model_path="",

@@ -1,0 +1,1 @@
+"""The gateways of one service, and what they ask each other."""
