@@ -135,7 +135,7 @@ ROOMS = {
     ),
     "lab/demo": (
         "lab cluster/common cluster/router cluster/gateway cluster/config cluster/replicas cluster/client proto "
-        "verifier_service/model drafter_service/embedded"
+        "verifier_service/messages verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
         "lab bench gateway peers corpus head replay simulate demo cluster/common cluster/router cluster/config "

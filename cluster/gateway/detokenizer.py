@@ -64,10 +64,11 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._silent_ids = silent_ids
         self._vocab_size = len(tokenizer)
-        self._window = self._end_of(prompt_ids)
-        self._num_context_tokens = self._num_whole_tokens(self._window) or 0
-        self._published = self._decode(self._window) if self._window else ""  # of the window's text
-        self._whole = self._whole_text()
+        self._window, self._num_context_tokens = self._end_of(prompt_ids)
+        self._published = self._whole = self._decode(self._window)  # of the window's text
+        if self._num_context_tokens < len(self._window):  # without the character that the prompt ends within
+            whole = self._decode(self._window[: self._num_context_tokens])
+            self._whole = max(whole, self._published.rstrip(REPLACEMENT_CHARACTER), key=len)
         self.is_unfinished = False  # the text ends within a character
 
     def push(self, token_id: int) -> str:
@@ -99,28 +100,19 @@ class IncrementalDecoder:
         """Return whether a token has no text: a special one, or padding of the model's vocabulary."""
         return token_id in self._silent_ids or token_id >= self._vocab_size
 
-    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return a prompt's last tokens with text.
+    def _end_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Return a prompt's last tokens with text, and how many there are before a character that they end within.
 
         They do not begin within a character: some decoders show its neighbours as replacement characters, too.
         """
         spoken = (id_ for id_ in reversed(prompt_ids) if not self._is_silent(id_))
         last = list(itertools.islice(spoken, MAX_PROMPT_TOKENS))[::-1]
-        ends = (last[-size:] for size in range(min(NUM_PROMPT_TOKENS, len(last)), len(last) + 1))
-        return next((end for end in ends if self._num_whole_tokens(end)), last)
-
-    def _num_whole_tokens(self, token_ids: list[int]) -> int | None:
-        """Return how many tokens there are before a character that the last ones are only a part of.
-
-        None: they begin within a character, or have replacement characters of their own.
-        """
-        sizes = range(len(token_ids), max(0, len(token_ids) - MAX_CHARACTER_TOKENS), -1)
-        return next((size for size in sizes if REPLACEMENT_CHARACTER not in self._decode(token_ids[:size])), None)
-
-    def _whole_text(self) -> str:
-        """Return the published text without a character that the prompt ends within."""
-        before = self._decode(self._window[: self._num_context_tokens]) if self._num_context_tokens else ""
-        return max(before, self._published.rstrip(REPLACEMENT_CHARACTER), key=len)
+        for num_tokens in range(min(NUM_PROMPT_TOKENS, len(last)), len(last) + 1):
+            end = last[len(last) - num_tokens :]
+            for size in range(num_tokens, max(0, num_tokens - MAX_CHARACTER_TOKENS), -1):
+                if REPLACEMENT_CHARACTER not in self._decode(end[:size]):
+                    return end, size
+        return last, 0
 
     def _num_published_chars(self, text: str) -> int:
         """Return how much of the window's text is published.

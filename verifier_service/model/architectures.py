@@ -92,6 +92,7 @@ _REASONS = {
     "mamba2": "it keeps recurrent state outside of the KV blocks",
 }
 _GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json")
 _SAMPLING_DEFAULTS = {  # to fields of `SamplingParams`
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
@@ -208,7 +209,9 @@ def read_eos_token_ids(folder: Path, description: PreTrainedConfig, config: Mode
     Each may lack the one that a chat template ends its messages with. If none names one, it is the architecture's.
     """
     model = json.loads((folder / "config.json").read_text())
-    parts = (_read_generation_config(folder), {"eos_token_id": end_token_id(config)}, model, model.get("text_config"))
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)  # where there is none, to try may fail
+    own = end_token_id(config) if has_tokenizer else None
+    parts = (_read_generation_config(folder), {"eos_token_id": own}, model, model.get("text_config"))
     found = list(itertools.chain.from_iterable(_as_list((part or {}).get("eos_token_id")) for part in parts))
     ids = dict.fromkeys(found or _as_list(description.eos_token_id))
     return tuple(id_ for id_ in ids if 0 <= id_ < description.vocab_size)
