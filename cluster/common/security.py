@@ -6,6 +6,7 @@ rolling update.
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     import grpc
 
     from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine reach a host: localhost, or an address of the loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from ray import serve
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from outrider.cluster.api.access import admin_paths
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, start_grpc_server
 from outrider.cluster.api.http_server import HttpServer
@@ -26,6 +28,7 @@ from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.security import is_loopback
 from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
@@ -106,10 +109,11 @@ class GatewayReplica:
             memory=memory,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
-        keys = ApiKeys(config.gateway.api_key_hashes)
-        self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
-        self._is_encrypted = config.tls is not None
+        self._grpc_server = await self._serve_grpc(config)
+        shared = self._share_metrics(config, registry, router, gateway_id)
+        self._app = application_of(config, self._trainer_doors(config), shared)
+        # with TLS nothing: Serve's proxies verify no client
+        self._proxied_api = FastAPI(openapi_url=None) if config.tls else self._guarded(config)
         self._http_server = self._serve_http(config)
         tell_phase("ready")
 
@@ -122,8 +126,9 @@ class GatewayReplica:
         self._tasks.start(shared.exchange(router, gateway_id), "exchange metrics")
         return shared
 
-    async def _serve_grpc(self, config: ServiceConfig, keys: ApiKeys) -> RunningGrpcServer:
+    async def _serve_grpc(self, config: ServiceConfig) -> RunningGrpcServer:
         """Start the gRPC server, with its interceptors."""
+        keys = ApiKeys(config.gateway.api_key_hashes)
         return await start_grpc_server(
             self._gateway,
             f"{config.host}:{config.grpc_port}",
@@ -140,28 +145,13 @@ class GatewayReplica:
         """Start the HTTP server, unless clients come through Serve's proxies."""
         if not config.listens_itself:
             return None
-        server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
+        api = self._guarded(config, is_private=is_loopback(config.host))
+        server = HttpServer(RequestIdMiddleware(api), config.host, config.port, config.tls)
         self._tasks.start(server.run(), "serve HTTP")
         return server
 
-    def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
-        """Return the HTTP application with its middleware."""
-        syntax = reply_syntax_of(config.gateway)
-        app = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
-        if config.verifiers.rollouts:
-            add_trainer_routes(app, self._trainer_doors(config))
-        if config.learning:
-            add_learner_status(app, self._learners)
-            add_learner_actions(app, self._learners)
-        api: ASGIApp = app
-        if self._tracing is not None:
-            api = self._tracing.middleware(api)
-        if keys:
-            api = ApiKeyMiddleware(api, keys)
-        if config.gateway.allowed_origins:  # outside the keys: a browser asks before it may show one
-            origins = list(config.gateway.allowed_origins)
-            api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        return api
+    def _guarded(self, config: ServiceConfig, *, is_private: bool = False) -> ASGIApp:
+        return guarded(self._app, config.gateway, self._tracing, is_private=is_private)
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
@@ -174,10 +164,8 @@ class GatewayReplica:
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return what Serve's proxies serve, where there are any; with TLS nothing: they verify no client."""
-        if self._is_encrypted:
-            return FastAPI(openapi_url=None)
-        return RequestIdMiddleware(self._api, is_echoed_by_proxy=True)
+        """Return what Serve's proxies serve, where there are any: they listen where Serve's options say."""
+        return RequestIdMiddleware(self._proxied_api, is_echoed_by_proxy=True)
 
     async def _has_verifier(self) -> bool:
         snapshot = self._router.snapshot
@@ -242,6 +230,29 @@ def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
     return Tracing(
         otlp_provider(options.otlp_traces_endpoint, sample_ratio=options.trace_sample_ratio, replica=replica)
     )
+
+
+def application_of(config: ServiceConfig, doors: TrainerDoors, metrics: Collector | None = None) -> FastAPI:
+    """Return the HTTP application of a gateway, with all its doors."""
+    syntax = reply_syntax_of(config.gateway)
+    app = build_api(doors.gateway, doors.is_healthy, metrics=metrics, reply_syntax=syntax)
+    if config.verifiers.rollouts:
+        add_trainer_routes(app, doors)
+    if config.learning:
+        add_learner_status(app, doors.learners)
+        add_learner_actions(app, doors.learners)
+    return app
+
+
+def guarded(app: FastAPI, options: GatewayOptions, tracing: Tracing | None = None, *, is_private: bool) -> ASGIApp:
+    """Return an application behind its middleware; `is_private`: only this machine's programs reach it."""
+    api: ASGIApp = app if tracing is None else tracing.middleware(app)
+    keys = ApiKeys(options.api_key_hashes)
+    api = ApiKeyMiddleware(api, keys, admin_paths=admin_paths(app.routes), is_private=is_private)
+    if options.allowed_origins:  # outside the keys: a browser asks before it may show one
+        origins = list(options.allowed_origins)
+        api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return api
 
 
 def model_info(

@@ -91,6 +91,8 @@ def running_service(
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
+        if isinstance(config, DraftersConfig):
+            config = config.with_options(own_proxy=True)
         config = fit_drafting(config, num_cores=usable_cores())
     on_phase(f"fetching {config.model.name}")
     fetch_models(config)

@@ -100,7 +100,14 @@ def test_other_engines_pools_learn_too(tmp_path: Path):
             {"learner": {"folder": "/l"}, "drafter_pools": [{**LOOKUP, "learner": {"folder": "/l"}}]},
             "learner: folder: two pools cannot share one",
         ),
-        ({"learner": {}, "host": "0.0.0.0"}, "learner: on host 0.0.0.0 anyone could change the weights"),
+        (
+            {"learner": {}, "host": "0.0.0.0"},
+            "learner: whoever reaches host 0.0.0.0 could change the weights; add --admin",
+        ),
+        (
+            {"learner": {}, "host": "0.0.0.0", "api_key_hashes": ["0" * 64]},
+            "learner: whoever reaches host 0.0.0.0 could",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(options: dict[str, Any], said: str):
@@ -108,8 +115,8 @@ def test_what_is_wrong_is_named(options: dict[str, Any], said: str):
         ServiceConfig(**options)
 
 
-def test_a_key_closes_the_doors():
-    assert ServiceConfig(learner={}, host="0.0.0.0", api_key_hashes=["0" * 64]).learning
+def test_an_admins_key_closes_the_doors():
+    assert ServiceConfig(learner={}, host="0.0.0.0", api_key_hashes=[f"{'0' * 64}:admin"]).learning
 
 
 def test_a_learner_keeps_its_drafters_out_of_the_verifier_on_a_small_machine(tmp_path: Path):

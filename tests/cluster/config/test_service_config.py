@@ -23,10 +23,15 @@ def test_rollouts_are_asked_for_and_our_own_engines():
     assert ServiceConfig(rollouts=True).verifier_spec.rollouts
     with pytest.raises(ValueError, match="rollouts"):
         ServiceConfig(model="m", engine="vllm", rollouts=True)
-    with pytest.raises(ValueError, match=r"on host 0\.0\.0\.0 anyone could change the weights"):
-        ServiceConfig(rollouts=True, host="0.0.0.0")
-    hashes = ["0" * 64]
-    assert ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=hashes).gateway.api_key_hashes == ("0" * 64,)
+    plain, admin = "0" * 64, f"{'1' * 64}:admin"
+    for beyond in ({}, {"api_key_hashes": [plain]}, {"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a"}):
+        with pytest.raises(
+            ValueError, match=r"rollouts: whoever reaches host 0\.0\.0\.0 could .*; add --admin-api-key"
+        ):
+            ServiceConfig(rollouts=True, host="0.0.0.0", **beyond)
+    ours = ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=[plain, admin])
+    assert ours.gateway.api_key_hashes == (plain, admin)
+    assert ServiceConfig(rollouts=True, host="127.0.0.7").verifiers.rollouts
     for several in (2, "1:2"):
         with pytest.raises(ValueError, match="num_gateways must be 1 with rollouts"):
             ServiceConfig(rollouts=True, num_gateways=several)
