@@ -29,6 +29,15 @@ class DraftersConfig(PoolsConfig):
             raise ValueError("draft_model: nothing would draft")
         return self
 
+    @model_validator(mode="after")
+    def _check_links(self) -> Self:
+        """Refuse links of other engines beyond this machine that ask nobody who comes."""
+        for name, host in (("host", self.host), ("internal_host", self.links.internal_host)):
+            if not is_loopback(host) and not self.links.is_closed:
+                needed = "add --link-secret-file, which engines give as link_secret_file, or --link-ssl-*"
+                raise ValueError(f"{name}: at {host} whoever comes could link to drafters; {needed}")
+        return self
+
     @property
     def is_private(self) -> bool:
         """Whether only this machine's programs reach the HTTP port, as far as a replica can know."""

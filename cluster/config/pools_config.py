@@ -30,6 +30,7 @@ from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPoli
 from outrider.drafter_service.learning.learner_spec import LearnerSpec
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_transports
 
 
@@ -135,6 +136,16 @@ class PoolsConfig(Options):
         return False
 
     @property
+    def serves_trainers(self) -> bool:
+        """Whether weights change at the call of a trainer."""
+        return False
+
+    @property
+    def control_rules(self) -> ControlRules:
+        """Which orders replicas take over their links."""
+        return ControlRules(is_open=self.serves_trainers)
+
+    @property
     def speculative(self) -> SpeculativeConfig:
         """How the first drafter drafts; its acceptance rule and its ways for states hold for all."""
         return self.drafters[0].speculative
@@ -171,6 +182,7 @@ class PoolsConfig(Options):
             max_sessions=(self.most_verifiers if pool.is_in_pool else 1) * self.max_num_seqs,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
+            takes_orders=self.serves_trainers or pool.learner is not None,
             learn_num_top=0 if pool.learner is None else pool.learner.num_top,
         )
 

@@ -21,6 +21,7 @@ from outrider.cluster.router.fleet import VerifierRole
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.drafter_service.service.speculative_config import Method
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
 APP_NAME = "outrider"
@@ -65,6 +66,9 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
+    weights_root: str | None = option(
+        None, "With rollouts: the folder below which new weights must lie, links followed. Default: any folder."
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
         None,
         "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
@@ -78,6 +82,8 @@ class VerifierOptions(Options):
                 raise ValueError(f"{name} are vLLM's: they need engine vllm")
         if self.rollouts and self.engine == VLLM:
             raise ValueError("rollouts: they are our own engine's")
+        if self.weights_root is not None and not self.rollouts:
+            raise ValueError("weights_root: it is for rollouts")
         if self.num_prefill_verifiers.most and self.engine == VLLM:
             raise ValueError("num_prefill_verifiers: roles are our own engine's")
         if self.num_prefill_verifiers.most and self.rollouts:
@@ -151,6 +157,14 @@ class ServiceConfig(PoolsConfig):
         super().__init__(**options)
 
     @property
+    def serves_trainers(self) -> bool:
+        return self.verifiers.rollouts
+
+    @property
+    def control_rules(self) -> ControlRules:
+        return ControlRules(is_open=self.serves_trainers, weights_root=self.verifiers.weights_root)
+
+    @property
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""
         default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
@@ -180,6 +194,15 @@ class ServiceConfig(PoolsConfig):
             reached = f"whoever reaches {place} could change the weights"
             alone = "--api-key and --ssl-ca-certs alone are for clients"
             raise ValueError(f"{opened}: {reached}; add {HOW_TO_BE_ADMIN} ({alone})")
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> Self:
+        """Refuse verifiers of other services, which do not know what this cluster's links show."""
+        peers = [found[1].strip("[]") for peer in self.gateway.kv_peers if (found := _PEER.fullmatch(peer))]
+        hosts = [self.links.internal_host, *peers]
+        if peers and not self.links.is_closed and not all(map(is_loopback, hosts)):
+            raise ValueError("kv_peers: beyond this machine both services need one --link-secret-file, or --link-ssl-*")
+        return self
 
     @model_validator(mode="after")
     def _check_next_turn(self) -> Self:

@@ -14,7 +14,7 @@ import grpc
 from outrider.cluster.common.errors import InvalidRequest, RequestFailed, Unavailable
 from outrider.cluster.router.fleet import FleetSnapshot, FleetWeights, VerifierReport
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.engine import (
     AskState,
     ContinueGeneration,
@@ -38,7 +38,8 @@ async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, 
     """Send one control message, and wait for its result; a pause may wait for long requests."""
     async with open_channel(endpoint, credentials) as channel:
         try:
-            answer = await stub(channel).Control(link_pb2.Frame(payload=encode(message)))
+            frame = link_pb2.Frame(payload=encode(message))
+            answer = await stub(channel).Control(frame, metadata=metadata_of(credentials))
             result: ControlResult = decode(answer.payload, (ControlResult,))
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(str(error.details())) from error

@@ -9,7 +9,7 @@ import grpc
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.links.outbox import Outbox
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import payloads_of
@@ -38,7 +38,8 @@ class _Link:
     def __init__(self, endpoint: str, credentials: LinkCredentials | None, gateway_id: str) -> None:
         self._channel = open_channel(endpoint, credentials)
         self._outbox = Outbox(gateway_id)
-        self._call = link_pb2_grpc.VerifierLinkStub(self._channel).Serve(self._outbox.frames())
+        stub, metadata = link_pb2_grpc.VerifierLinkStub(self._channel), metadata_of(credentials)
+        self._call = stub.Serve(self._outbox.frames(), metadata=metadata)
         self._queues: dict[str, asyncio.Queue[_News]] = {}
         self._reading = asyncio.create_task(self._read())
 
@@ -161,4 +162,3 @@ class VerifierStreams:
     async def close(self) -> None:
         for link in list(self._links.values()):
             await link.close()
-

@@ -52,7 +52,8 @@ class DirectoryReplica:
         )
         control = LearnerControl(learners, lambda: self._router.snapshot) if config.learning else None
         self._api = drafters_api(config, registry, control)
-        self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+        interceptors = (*config.links.server_interceptors, MalformedCallInterceptor())
+        self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         servicer = DirectoryServicer(
             lambda report: ask_router(router.report_verifier, report),
             lambda verifier_id: ask_router(router.remove, verifier_id),

@@ -11,7 +11,7 @@ import grpc
 
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.common.background import BackgroundTasks
-from outrider.cluster.common.security import bind
+from outrider.cluster.common.security import LinkTls, bind
 from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
@@ -60,12 +60,14 @@ class EngineHost:
         self,
         host: str,
         register: Callable[[grpc.aio.Server], None],
-        credentials: grpc.ServerCredentials | None = None,
+        links: LinkTls | None = None,
     ) -> str:
-        """Open a gRPC port, plaintext without credentials; return its "host:port"."""
-        server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+        """Open a gRPC port, plaintext without the links' TLS; return its "host:port"."""
+        links = links or LinkTls()
+        interceptors = (*links.server_interceptors, MalformedCallInterceptor())
+        server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         register(server)
-        port = bind(server, f"{host}:0", credentials)
+        port = bind(server, f"{host}:0", links.server_credentials)
         await server.start()
         self._exit.push_async_callback(server.stop, SERVER_GRACE_S)
         return f"{host}:{port}"

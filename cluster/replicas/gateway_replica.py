@@ -39,6 +39,7 @@ from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
+from outrider.cluster.replicas.node_address import with_closed_links
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
@@ -61,6 +62,7 @@ class GatewayReplica:
         self, config: ServiceConfig, router: Any, learners: Mapping[str, Any], *pools: Any
     ) -> None:
         """`learners`: the handles of the learners, by their pools' names."""
+        config = with_closed_links(config)
         self._drain_timeout_s = config.drain_timeout_s
         self._router = RouterClient(router, config.router_policy)
         self._learners = LearnerControl(learners, lambda: self._router.snapshot)

@@ -19,7 +19,7 @@ from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.missed_weights import MissedWeights
-from outrider.cluster.replicas.node_address import internal_address
+from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors, RankMain
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
@@ -61,6 +61,7 @@ class VerifierReplica:
         self, config: ServiceConfig, router: Any, role: VerifierRole, main: RankMain | None = None
     ) -> None:
         """`main`: what the ranks run; None: the configuration's engine."""
+        config = with_closed_links(config)
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
@@ -96,9 +97,9 @@ class VerifierReplica:
         self._endpoint = await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
-                VerifierLinkServicer(self._table, self._control, self._handovers), server
+                VerifierLinkServicer(self._table, self._control, self._handovers, config.control_rules), server
             ),
-            config.links.server_credentials,
+            config.links,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
         self._host.tasks.start(self._missed.take_forever(), "take the fleet's weights")
@@ -132,7 +133,7 @@ class VerifierReplica:
         return await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_DrafterDirectoryServicer_to_server(servicer, server),
-            config.links.server_credentials,
+            config.links,
         )
 
     def _send(self, message: bytes | Cancel) -> None:

@@ -37,6 +37,7 @@ from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
@@ -72,7 +73,7 @@ class TinyVerifier:
         return len(self._running)
 
     async def start(self) -> None:
-        servicer = VerifierLinkServicer(self.table, self.control)
+        servicer = VerifierLinkServicer(self.table, self.control, rules=ControlRules(is_open=True))
         link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, self._server)
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

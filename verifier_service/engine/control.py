@@ -36,9 +36,15 @@ class EngineControl:
         engine: VerifierEngine,
         change_weights: ChangeWeights | None = None,
         change_draft: ChangeDraft | None = None,
+        *,
+        takes_orders: bool = True,
     ) -> None:
-        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process."""
+        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process.
+
+        `takes_orders`: a trainer is served; otherwise every call is refused.
+        """
         self._engine, self._change_weights, self._change_draft = engine, change_weights, change_draft
+        self._takes_orders = takes_orders
         self._waiting: PauseGeneration | None = None  # a pause that begins when all requests have finished
         self._held: dict[str, GenerationRequest] = {}
         self._results: list[ControlResult] = []
@@ -75,6 +81,9 @@ class EngineControl:
 
     def handle(self, message: Control) -> list[RequestOutput]:
         """Do what a message asks; return outputs of requests. Call it between two steps, with none in flight."""
+        if not self._takes_orders:
+            self._answer(message.call_id, "this engine is not for rollouts: it takes no orders")
+            return []
         match message:
             case PauseGeneration():
                 return self._pause(message)

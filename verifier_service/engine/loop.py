@@ -68,17 +68,20 @@ class EngineLoop:
         check_integrity: bool = False,
         change_weights: ChangeWeights | None = None,
         change_draft: ChangeDraft | None = None,
+        takes_orders: bool = True,
     ) -> None:
         """`check_integrity`: check the engine's books after every step; an error ends the loop.
 
         Without `change_weights`, the weights cannot change. `change_draft`: those of the drafter in this process.
+        `takes_orders`: a trainer is served.
         """
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
-        self._control = EngineControl(engine, self._reporting(change_weights), self._reporting(change_draft))
+        changes = self._reporting(change_weights), self._reporting(change_draft)
+        self._control = EngineControl(engine, *changes, takes_orders=takes_orders)
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -23,16 +24,28 @@ from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.access import OPEN_PATHS, admin_paths
 from outrider.cluster.api.authentication import ApiKeyInterceptor
 from outrider.cluster.api.grpc_api import start_grpc_server
+from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
+from outrider.cluster.common.security import LinkTls, bind
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.replicas.directory_replica import drafters_api
+from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.gateway_replica import application_of, guarded
 from outrider.cluster.web.page import FILES as WEB_FILES
+from outrider.drafter_service.service.service import DrafterLinkServicer
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_table import ControlTable
+from outrider.verifier_service.links.grpc_channel import metadata_of
+from outrider.verifier_service.links.handover_calls import HandoverCalls
+from outrider.verifier_service.messages.engine import UpdateWeights
+from outrider.verifier_service.messages.link import DrafterIdentity
+from outrider.verifier_service.messages.wire import encode
 from tiny.played_learners import PlayedLearner
 
 OPEN, CLIENT, ADMIN = "open", "client", "admin"
@@ -257,7 +270,7 @@ async def test_a_prefix_in_front_of_all_routes_opens_nothing(service: FastAPI):
 
 
 def drafters(**options: Any) -> ASGIApp:
-    config = DraftersConfig(draft_model="d", model="m", learner={}, **options)
+    config = DraftersConfig(draft_model="d", model="m", learner={}, link_secret_file="unread", **options)
     control = LearnerControl({"default": PlayedLearner()}, lambda: None)
     return drafters_api(config, CollectorRegistry(), control)
 
@@ -325,6 +338,67 @@ async def test_every_call_is_in_the_table_and_asks_for_its_key(gateway):
                     code = await code_of(channel, rpc, shown)
                     assert (code if code in refusals else None) is expected[rank], (rpc, shown)
         assert await code_of(channel, "/outrider.v1.Inference/None", PLAIN) is grpc.StatusCode.UNIMPLEMENTED
+
+
+# --- links between our own services ---
+
+LINK_RPCS = [
+    *("DrafterDirectory/Follow", "DrafterLink/Control", "DrafterLink/Stream"),
+    *("VerifierLink/Control", "VerifierLink/Serve", "VerifierLink/TakeKV"),
+]
+
+
+class NoDrafter:
+    def load(self) -> NoReturn:
+        raise AssertionError("nobody is linked")
+
+    async def control(self, message: object) -> NoReturn:
+        raise AssertionError("no order comes here")
+
+
+def no_engine(message: object) -> NoReturn:
+    raise AssertionError("nothing comes here")
+
+
+@contextlib.asynccontextmanager
+async def linking(links: LinkTls) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve what verifiers, drafters and a pool's directory serve each other, in a service without rollouts."""
+    identity = DrafterIdentity(drafter_id="d", vocab_size=8, vocab_fingerprint="", max_draft_length=1, max_model_len=8)
+    directory = DirectoryServicer(no_engine, no_engine)
+    server = grpc.aio.server(interceptors=(*links.server_interceptors, MalformedCallInterceptor()))
+    tables = RequestTable(no_engine), ControlTable(no_engine)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(*tables, HandoverCalls(no_engine)), server)
+    link_pb2_grpc.add_DrafterLinkServicer_to_server(DrafterLinkServicer(NoDrafter(), identity), server)
+    link_pb2_grpc.add_DrafterDirectoryServicer_to_server(directory, server)
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def test_every_call_of_a_link_asks_for_the_services_secret(tmp_path: Path):
+    file = tmp_path / "secret"
+    file.write_text("s" * 32 + "\n")
+    links = LinkTls(link_secret_file=str(file))
+    services = link_pb2.DESCRIPTOR.services_by_name.values()
+    served = [f"{service.full_name}/{rpc.name}" for service in services for rpc in service.methods]
+    assert sorted(served) == sorted(f"outrider.link.v1.{rpc}" for rpc in LINK_RPCS)
+    right = dict(metadata_of(links.credentials))
+    async with linking(links) as channel:
+        for rpc in served:
+            for shown in ({}, PLAIN, ADMINS, dict.fromkeys(right, "t" * 32)):
+                assert await code_of(channel, f"/{rpc}", shown) is grpc.StatusCode.UNAUTHENTICATED, rpc
+            assert await code_of(channel, f"/{rpc}", right) is not grpc.StatusCode.UNAUTHENTICATED, rpc
+
+
+async def test_without_rollouts_links_take_no_orders_whoever_calls():
+    async with linking(LinkTls()) as channel:
+        for stub in (link_pb2_grpc.VerifierLinkStub(channel), link_pb2_grpc.DrafterLinkStub(channel)):
+            order = UpdateWeights(call_id="u", folder="/weights", weight_version="from the link port")
+            with pytest.raises(grpc.aio.AioRpcError, match="not for rollouts") as refused:
+                await stub.Control(link_pb2.Frame(payload=encode(order)))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_what_is_open_is_open_in_the_application_too():
