@@ -36,7 +36,7 @@ LOOKUPS = ("ngram", "suffix")  # that a pool does without a checkpoint; lookahea
 @config_option("max_model_len", help="Longest sequence in tokens. Default: the draft model's own limit.")
 @config_option("max_num_batched_tokens", help="Most tokens in one round.")
 @config_options(["kv_cache_memory_bytes", "dtype", "device", "trust_remote_code", "threads_per_rank", "gpu_share"])
-@config_options(["drafter_resources", "drafter_labels", "learner"])
+@config_options(["drafter_resources", "drafter_labels", "learner", "weights_root"])
 @config_option("host", help="Where the directory listens.")
 @config_option("grpc_port", "--port", default=50061, help="Of the directory, gRPC.")
 @config_option("port", "--http-port", default=8061, help="Of /metrics and /health.")

@@ -62,6 +62,9 @@ class PoolsConfig(Options):
         "Pin draft lengths by running requests, as vLLM's num_speculative_tokens_per_batch_size: "
         "[[first, last, length], ...].",
     )
+    weights_root: str | None = option(
+        None, "Folder below which new weights must lie, of a trainer or published by hand. Default: any folder."
+    )
     host: str = option("127.0.0.1")
     port: Port = option(8000, "HTTP port.")
     grpc_port: Port = option(50051)
@@ -143,7 +146,7 @@ class PoolsConfig(Options):
     @property
     def control_rules(self) -> ControlRules:
         """Which orders replicas take over their links."""
-        return ControlRules(is_open=self.serves_trainers)
+        return ControlRules(is_open=self.serves_trainers, weights_root=self.weights_root)
 
     @property
     def speculative(self) -> SpeculativeConfig:
@@ -199,6 +202,8 @@ class PoolsConfig(Options):
             drafter=self.drafter_spec_of(pool),
             pool=pool.name,
             folder=self.learner_folder(pool),
+            export_root=learner.export_root_for(self.learner_folder(pool)),
+            weights_root=self.weights_root,
             settings=learner.settings,
             max_bytes=learner.max_bytes,
             device=learner.device,

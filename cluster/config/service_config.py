@@ -21,7 +21,6 @@ from outrider.cluster.router.fleet import VerifierRole
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.drafter_service.service.speculative_config import Method
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
 
 APP_NAME = "outrider"
@@ -66,9 +65,6 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
-    weights_root: str | None = option(
-        None, "With rollouts: the folder below which new weights must lie, links followed. Default: any folder."
-    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
         None,
         "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
@@ -82,8 +78,6 @@ class VerifierOptions(Options):
                 raise ValueError(f"{name} are vLLM's: they need engine vllm")
         if self.rollouts and self.engine == VLLM:
             raise ValueError("rollouts: they are our own engine's")
-        if self.weights_root is not None and not self.rollouts:
-            raise ValueError("weights_root: it is for rollouts")
         if self.num_prefill_verifiers.most and self.engine == VLLM:
             raise ValueError("num_prefill_verifiers: roles are our own engine's")
         if self.num_prefill_verifiers.most and self.rollouts:
@@ -159,10 +153,6 @@ class ServiceConfig(PoolsConfig):
     @property
     def serves_trainers(self) -> bool:
         return self.verifiers.rollouts
-
-    @property
-    def control_rules(self) -> ControlRules:
-        return ControlRules(is_open=self.serves_trainers, weights_root=self.verifiers.weights_root)
 
     @property
     def logprobs_mode(self) -> LogprobsMode:

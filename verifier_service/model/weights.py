@@ -131,6 +131,8 @@ def _files(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if strange := next((name for name in names if Path(name).name != name), None):
+        raise WeightError(f"{INDEX_NAME} names {strange!r}, which is no file of its folder")
     paths = [folder / name for name in names]
     for path in paths:
         if not path.is_file():

@@ -45,6 +45,15 @@ def test_options_reach_the_learner_and_its_drafters(tmp_path: Path):
     assert spec.settings == LearnerSettings(num_steps=7)
     assert spec.drafter == config.drafter_spec
     assert spec.drafter.learn_num_top == 4
+    assert (spec.export_root, spec.weights_root) == (str(tmp_path / "exports"), None)
+
+
+def test_folders_of_others_lie_below_roots(tmp_path: Path):
+    given = {"folder": str(tmp_path), "export_root": "~/exports"}
+    config = ServiceConfig(learner=given, weights_root="/weights", rollouts=True)
+    spec = config.learner_spec_of(config.pools["default"])
+    assert (spec.export_root, spec.weights_root) == (str(Path("~/exports").expanduser()), "/weights")
+    assert config.control_rules.weights_root == "/weights"
 
 
 def test_each_pool_has_a_learner_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

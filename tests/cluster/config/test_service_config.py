@@ -110,7 +110,6 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"kv_peers": ["http://host/path"]}, "kv_peers must be HOST or HOST:PORT"),
         ({"kv_peers": ["10.0.0.7"]}, "kv_peers: beyond this machine both services need one --link-secret-file"),
         ({"kv_peers": ["127.0.0.1:9"], "internal_host": "auto"}, "kv_peers: beyond this machine"),
-        ({"weights_root": "/w"}, "weights_root: it is for rollouts"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
         ({"drafter_resources": "[1]"}, "drafter_resources: Input should be a valid dictionary"),
         ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
