@@ -75,6 +75,11 @@ class VerifierReport:
         """Return whether it draws tokens from these weights, all of them."""
         return self.load.weights_error is None and (weights is None or self.load.weight_version == weights.version)
 
+    def follows(self, pause: FleetPause | None) -> bool:
+        """Return whether it runs steps where the fleet does, and none where the fleet is paused."""
+        is_behind = pause is not None and self.load.pause_asked_s < pause.asked_s
+        return pause is None or not is_behind or self.load.is_paused == pause.is_paused
+
     @property
     def num_bad_frames(self) -> int:
         """Drafters' frames that its links or its engine could not read."""
@@ -136,6 +141,24 @@ class FleetWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPause:
+    """A trainer's last order to pause or to go on, which holds for verifiers that join later, too."""
+
+    asked_s: float  # its number, in Unix seconds
+    is_paused: bool
+    lease_left_s: float | None = None  # None: until a trainer says so
+
+    @classmethod
+    def of(cls, reports: Iterable[VerifierReport]) -> FleetPause | None:
+        """Return the newest order that a verifier has followed; None: there was none."""
+        loads = [report.load for report in reports]
+        newest = max(loads, key=lambda load: (load.pause_asked_s, load.is_paused), default=None)
+        if newest is None or newest.pause_asked_s == 0.0:
+            return None
+        return cls(asked_s=newest.pause_asked_s, is_paused=newest.is_paused, lease_left_s=newest.pause_left_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """The router's answer to a verifier's report."""
 
@@ -145,6 +168,7 @@ class Directive:
     default_plan: SpeculationPlan
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
     weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
+    pause: FleetPause | None = None  # an order that it has missed
     has_taker: bool = False  # another verifier could take its requests over
     moves_one: bool = False  # requests wait there, and another verifier has room: hand a running one over
 

@@ -16,6 +16,7 @@ from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
     DrafterState,
+    FleetPause,
     FleetSnapshot,
     FleetWeights,
     PlacementReason,
@@ -68,6 +69,7 @@ class RouterCore:
             default_plan=decision.default_plan,
             drafters=links,
             weights=self._missed_weights(report),
+            pause=self._missed_pause(report),
             has_taker=bool(takers),
             moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self.policy.move_after_s,
         )
@@ -77,6 +79,11 @@ class RouterCore:
         weights = FleetWeights.of(known.state.report for known in self._verifiers.values())
         is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
         return weights if is_behind else None
+
+    def _missed_pause(self, report: VerifierReport) -> FleetPause | None:
+        """Return the fleet's last order to pause or to go on if the verifier does otherwise."""
+        pause = FleetPause.of(known.state.report for known in self._verifiers.values())
+        return None if report.follows(pause) else pause
 
     def _takers(self, report: VerifierReport) -> list[VerifierState]:
         """Return the other verifiers that take requests, and have the weights that a verifier's KV is of."""

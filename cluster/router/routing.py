@@ -26,6 +26,7 @@ from dataclasses import replace
 from outrider.cluster.router.drafter_assignment import stable_hash
 from outrider.cluster.router.fleet import (
     Assignment,
+    FleetPause,
     FleetSnapshot,
     FleetWeights,
     PlacementReason,
@@ -60,13 +61,14 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     live = [state for state in snapshot.verifiers if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
     accepting = [state for state in live if not state.report.draining]
     weights = FleetWeights.of(state.report for state in live)
-    current = [state for state in accepting if state.report.serves(weights)]
+    pause = FleetPause.of(state.report for state in live)
+    current = [state for state in accepting if state.report.serves(weights) and state.report.follows(pause)]
     eligible = [state for state in current if state.report.verifier_id not in ask.excluded_verifier_ids]
     if not eligible:
         raise NoVerifierError(
             f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, {len(live)} reporting, "
-            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} with other weights than the "
-            f"fleet's, {len(current) - len(eligible)} excluded by the request"
+            f"{len(live) - len(accepting)} draining, {len(accepting) - len(current)} that have not followed the "
+            f"fleet's weights or pause, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     for_decode = [state for state in eligible if state.report.role is not VerifierRole.PREFILL]

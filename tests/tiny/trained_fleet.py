@@ -29,6 +29,7 @@ from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.replicas.engine_shell import EngineShell
+from outrider.cluster.replicas.missed_weights import MissedPause
 from outrider.cluster.router.fleet import RouteAnswer, RouteAsk, RouterPolicy, VerifierReport
 from outrider.cluster.router.router import RouterCore
 from outrider.cluster.router.routing import NoVerifierError
@@ -64,6 +65,8 @@ class TinyVerifier:
         self._shell = EngineShell(near, FROM_ENGINE, on_message=self._hear, on_failure=lambda _: None)
         self.table, self.control = RequestTable(self._shell.send), ControlTable(self._shell.send)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._pause = MissedPause(self.control)
+        self._following: asyncio.Task[None] | None = None
         self.error: BaseException | None = None
         self._running: set[str] = set()
 
@@ -79,6 +82,7 @@ class TinyVerifier:
         await self._server.start()
         self._shell.start()
         self._thread.start()
+        self._following = asyncio.create_task(self._pause.take_forever())
 
     def _run(self, pipe: Any) -> None:
         links = RelayDraftClient()
@@ -107,11 +111,14 @@ class TinyVerifier:
             report = VerifierReport(
                 verifier_id=self.verifier_id, endpoint=self.endpoint, epoch=1, load=update.load, dtype="float32"
             )
-            self._core.report_verifier(report, time.time())
+            self._pause.follow(self._core.report_verifier(report, time.time()).pause)
 
     async def stop(self) -> None:
         """End as a killed replica does."""
         self._core.remove(self.verifier_id)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self._server.stop(grace=None)
         self._shell.close()
         await asyncio.to_thread(self._thread.join)

@@ -10,6 +10,7 @@ from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
+    FleetPause,
     FleetWeights,
     PolicyMode,
     RouteAsk,
@@ -332,6 +333,18 @@ class TestWeights:
         told = core.report_verifier(verifier_report("late"), 2.0).weights
         assert told == FleetWeights(version="7", taken_s=5.0, folder="/w")
         assert core.report_verifier(verifier_report("late", **new), 2.1).weights is None
+
+    def test_a_verifier_that_missed_an_order_to_pause_or_to_go_on_is_told(self):
+        core = RouterCore()
+        assert core.report_verifier(verifier_report("a"), 1.0).pause is None
+        paused = {"is_paused": True, "pause_asked_s": 5.0}
+        assert core.report_verifier(verifier_report("a", **paused, pause_left_s=9.0), 2.0).pause is None
+        told = core.report_verifier(verifier_report("late"), 2.0).pause
+        assert told == FleetPause(asked_s=5.0, is_paused=True, lease_left_s=9.0)
+        assert core.report_verifier(verifier_report("late", **paused), 2.1).pause is None
+        assert core.report_verifier(verifier_report("late", pause_asked_s=6.0), 2.2).pause is None
+        told = core.report_verifier(verifier_report("a", **paused), 2.3).pause
+        assert told == FleetPause(asked_s=6.0, is_paused=False), "it did not hear that the others go on"
 
     def test_weights_of_a_trainers_group_cannot_be_taken_later(self):
         core = RouterCore(RouterPolicy())

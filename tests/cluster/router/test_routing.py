@@ -90,10 +90,19 @@ class TestVerifier:
 
     def test_says_why_there_is_none(self):
         fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
-        with pytest.raises(NoVerifierError, match=r"2 known, 1 reporting, 0 draining, 0 with other .*, 1 excluded"):
+        with pytest.raises(NoVerifierError, match=r"2 known, 1 reporting, 0 draining, 0 that have not followed .*, 1 excluded"):
             chosen(fleet, ask(excluded_verifier_ids=("failed",)))
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
+
+    def test_a_verifier_that_does_not_know_of_the_pause_yet_gets_no_request(self):
+        paused = verifier("paused", num_running=90, is_paused=True, pause_asked_s=5.0)
+        joins = verifier("joins")
+        assert chosen(snapshot([paused, joins])).verifier_id == "paused"
+        followed = verifier("joins", is_paused=True, pause_asked_s=5.0)
+        assert chosen(snapshot([paused, followed])).verifier_id == "joins"
+        goes_on = verifier("goes on", num_running=90, pause_asked_s=6.0)
+        assert chosen(snapshot([paused, goes_on, joins])).verifier_id == "joins", "it runs, as the fleet does"
 
     def test_only_those_with_the_newest_weights_are_chosen(self):
         old = {"weight_version": "default", "weights_taken_s": 0.0}
@@ -106,7 +115,7 @@ class TestVerifier:
             ]
         )
         assert chosen(fleet).verifier_id == "new"
-        with pytest.raises(NoVerifierError, match="3 with other weights"):
+        with pytest.raises(NoVerifierError, match="3 that have not followed the fleet's weights"):
             chosen(fleet, ask(excluded_verifier_ids=("new",)))
         assert chosen(snapshot([verifier("a", **old), verifier("b", num_running=1, **old)])).verifier_id == "a"
 
