@@ -90,7 +90,7 @@ class TestVerifier:
 
     def test_says_why_there_is_none(self):
         fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
-        with pytest.raises(NoVerifierError, match=r"2 known, 1 reporting, 0 draining, 0 that have not followed .*, 1 excluded"):
+        with pytest.raises(NoVerifierError, match=r"2 known, 1 reporting, 0 draining, 0 that have not .*, 1 excluded"):
             chosen(fleet, ask(excluded_verifier_ids=("failed",)))
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
