@@ -120,8 +120,11 @@ class FleetControl:
     async def pause(self, mode: PauseMode, lease_s: float | None = None) -> FleetResult:
         """Pause, also verifiers that join later; with a lease, for so many seconds unless it is called again."""
         reports = await self._ready()
-        order = {"mode": mode, "lease_s": lease_s, "asked_s": self._next_order(reports)}
-        return await self._on(reports, lambda call_id, _: PauseGeneration(call_id=call_id, **order))
+        asked_s = self._next_order(reports)
+        return await self._on(
+            reports,
+            lambda call_id, _: PauseGeneration(call_id=call_id, mode=mode, lease_s=lease_s, asked_s=asked_s),
+        )
 
     async def resume(self) -> FleetResult:
         reports = await self._ready()
