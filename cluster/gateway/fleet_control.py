@@ -32,6 +32,7 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 ORDER_STEP_S = 1e-3  # between the numbers of two orders
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED)  # of a replica that was reached
 Call = Callable[[str, Control], Awaitable[ControlResult]]  # endpoint and message; raises `ConnectionError`
 Stub = Callable[[grpc.aio.Channel], link_pb2_grpc.VerifierLinkStub | link_pb2_grpc.DrafterLinkStub]
 
@@ -44,6 +45,8 @@ async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, 
             answer = await stub(channel).Control(frame, metadata=metadata_of(credentials))
             result: ControlResult = decode(answer.payload, (ControlResult,))
         except grpc.aio.AioRpcError as error:
+            if error.code() in REFUSALS:
+                return ControlResult(call_id=message.call_id, error=str(error.details()))
             raise ConnectionError(str(error.details())) from error
         except WireError as error:
             raise ConnectionError(str(error)) from error

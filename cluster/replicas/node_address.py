@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import atexit
 import os
 import secrets
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,6 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from outrider.cluster.common.security import is_loopback
 from outrider.cluster.config.pools_config import LinkOptions, PoolsConfig
-from outrider.verifier_service.cache import cache_folder
 
 NAMESPACE, KEY = b"outrider", b"link secret"
 _Config = TypeVar("_Config", bound=PoolsConfig)
@@ -39,15 +39,13 @@ def with_closed_links(config: _Config, secret: Callable[[], bytes] = cluster_sec
     """
     if config.links.is_closed or is_loopback(internal_address(config.links)):
         return config
-    return config.with_options(link_secret_file=str(_written(cache_folder() / "links", secret())))
+    return config.with_options(link_secret_file=_written(secret()))
 
 
-def _written(folder: Path, secret: bytes) -> Path:
-    """Return a file of this user's alone that holds the secret; other processes may read it meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / hashlib.sha256(secret).hexdigest()[:16]  # this cluster's, of several
-    partial = folder / f".{secrets.token_hex(8)}"
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+def _written(secret: bytes) -> str:
+    """Write the secret to a file of this user's alone, which lasts as long as this process; return its path."""
+    number, path = tempfile.mkstemp(prefix="outrider-link-")
+    with os.fdopen(number, "wb") as file:
         file.write(secret)
-    partial.replace(path)
+    atexit.register(Path(path).unlink, missing_ok=True)
     return path

@@ -35,6 +35,12 @@ def own_folder(
         yield  # the lock goes with the file
 
 
+def require_free(folder: Path) -> None:
+    """Raise `ValueError` if another learner holds a folder, `OSError` if it cannot be written."""
+    with own_folder(folder):
+        pass
+
+
 def _is_locked(number: int) -> bool:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.common.errors import InvalidRequest, Unavailable
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.router.fleet import DrafterState, FleetSnapshot, VerifierState
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import (
     AskState,
     ContinueGeneration,
@@ -153,3 +158,27 @@ async def test_without_a_verifier_there_is_nothing_to_call():
     with pytest.raises(Unavailable, match="no verifier is ready"):
         await Fleet().control.resume()
     assert Fleet().control.reported_version == ""
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (NO_ORDERS, "verifier a: this service is not for rollouts"),
+        (
+            ControlRules(is_open=True, weights_root="/weights"),
+            "verifier a: model_path: /etc does not lie below /weights",
+        ),
+    ],
+)
+async def test_what_a_replicas_port_does_not_let_in_is_the_callers_error(rules: ControlRules, said: str):
+    sent: list[Any] = []
+    server = grpc.aio.server()
+    servicer = VerifierLinkServicer(RequestTable(sent.append), ControlTable(sent.append), rules=rules)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fleet = Fleet(verifier_report("a", endpoint=f"127.0.0.1:{port}"))
+    with pytest.raises(InvalidRequest, match=said):
+        await FleetControl.over_links(fleet, None).update_from_folder("/etc", "1")
+    await server.stop(None)
+    assert sent == []
