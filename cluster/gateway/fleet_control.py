@@ -136,7 +136,10 @@ class FleetControl:
 
     def _next_order(self, reports: Sequence[VerifierReport]) -> float:
         """Return a number above that of every order to pause or to go on, whatever the clocks of gateways say."""
-        last_s = max([self._asked_s, *(report.load.pause_asked_s for report in reports)])
+        pause = None if self._router.snapshot is None else self._router.snapshot.pause
+        last_s = max(
+            [self._asked_s, *(report.load.pause_asked_s for report in reports), pause.asked_s if pause else 0.0]
+        )
         self._asked_s = max(self._wall_clock(), last_s + ORDER_STEP_S)
         return self._asked_s
 

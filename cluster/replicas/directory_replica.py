@@ -75,7 +75,13 @@ class DirectoryReplica:
 
 
 def drafters_api(config: DraftersConfig, registry: CollectorRegistry, control: LearnerControl | None) -> ASGIApp:
-    """Return the HTTP application of a pool without verifiers, behind its keys; `control`: of its learners, if any."""
+    """Return the HTTP application of a pool without verifiers, behind its keys."""
+    app, keys = drafters_app(registry, control), ApiKeys(config.access.api_key_hashes)
+    return ApiKeyMiddleware(app, keys, admin_paths=admin_paths(app.routes), is_private=config.is_private)
+
+
+def drafters_app(registry: CollectorRegistry, control: LearnerControl | None) -> FastAPI:
+    """Return the application with all its doors; `control`: of the pool's learners, if there are any."""
     app = FastAPI(openapi_url=None)
     prepare(app)
     if control is not None:
@@ -90,5 +96,4 @@ def drafters_api(config: DraftersConfig, registry: CollectorRegistry, control: L
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    keys = ApiKeys(config.access.api_key_hashes)
-    return ApiKeyMiddleware(app, keys, admin_paths=admin_paths(app.routes), is_private=config.is_private)
+    return app

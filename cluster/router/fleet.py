@@ -149,13 +149,24 @@ class FleetPause:
     lease_left_s: float | None = None  # None: until a trainer says so
 
     @classmethod
-    def of(cls, reports: Iterable[VerifierReport]) -> FleetPause | None:
-        """Return the newest order that a verifier has followed; None: there was none."""
-        loads = [report.load for report in reports]
-        newest = max(loads, key=lambda load: (load.pause_asked_s, load.is_paused), default=None)
-        if newest is None or newest.pause_asked_s == 0.0:
+    def of(cls, load: EngineLoad) -> FleetPause | None:
+        """Return the order that a verifier has followed last; None: it has heard none."""
+        if load.pause_asked_s == 0.0:
             return None
-        return cls(asked_s=newest.pause_asked_s, is_paused=newest.is_paused, lease_left_s=newest.pause_left_s)
+        return cls(asked_s=load.pause_asked_s, is_paused=load.is_paused, lease_left_s=load.pause_left_s)
+
+    def replaces(self, other: FleetPause | None) -> bool:
+        """Return whether it is a newer order, or the same one where the other verifier did not pause yet."""
+        return other is None or (self.asked_s, self.is_paused) > (other.asked_s, other.is_paused)
+
+    def after(self, seconds: float) -> FleetPause:
+        """Return what holds of it so many seconds later."""
+        if not self.is_paused or self.lease_left_s is None:
+            return self
+        left_s = self.lease_left_s - seconds
+        if left_s > 0.0:
+            return dataclasses.replace(self, lease_left_s=left_s)
+        return dataclasses.replace(self, is_paused=False, lease_left_s=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +230,7 @@ class FleetSnapshot:
     placements: tuple[PlacementCount, ...] = ()
     learners: tuple[LearnerStatus, ...] = ()  # of the pools whose drafters learn while they serve
     is_stopping: bool = False  # the service takes no new requests
+    pause: FleetPause | None = None  # a trainer's last order to pause or to go on; None: there was none
 
     def with_counts(
         self, decisions: Mapping[tuple[str, str], int], placements: Mapping[PlacementReason, int]

@@ -26,7 +26,6 @@ from dataclasses import replace
 from outrider.cluster.router.drafter_assignment import stable_hash
 from outrider.cluster.router.fleet import (
     Assignment,
-    FleetPause,
     FleetSnapshot,
     FleetWeights,
     PlacementReason,
@@ -61,8 +60,8 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     live = [state for state in snapshot.verifiers if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
     accepting = [state for state in live if not state.report.draining]
     weights = FleetWeights.of(state.report for state in live)
-    pause = FleetPause.of(state.report for state in live)
-    current = [state for state in accepting if state.report.serves(weights) and state.report.follows(pause)]
+    known = [state for state in accepting if state.report.follows(snapshot.pause)]
+    current = [state for state in known if state.report.serves(weights)]
     eligible = [state for state in current if state.report.verifier_id not in ask.excluded_verifier_ids]
     if not eligible:
         raise NoVerifierError(

@@ -33,7 +33,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.replicas.directory_replica import drafters_api
+from outrider.cluster.replicas.directory_replica import drafters_api, drafters_app
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.gateway_replica import application_of, guarded
 from outrider.cluster.web.page import FILES as WEB_FILES
@@ -270,10 +270,17 @@ async def test_a_prefix_in_front_of_all_routes_opens_nothing(service: FastAPI):
 # --- a pool of drafters alone ---
 
 
+LEARNERS = LearnerControl({"default": PlayedLearner()}, lambda: None)
+
+
 def drafters(**options: Any) -> ASGIApp:
     config = DraftersConfig(draft_model="d", model="m", learner={}, link_secret_file="unread", **options)
-    control = LearnerControl({"default": PlayedLearner()}, lambda: None)
-    return drafters_api(config, CollectorRegistry(), control)
+    return drafters_api(config, CollectorRegistry(), LEARNERS)
+
+
+def test_every_route_of_a_pool_alone_is_in_the_table():
+    routes = walked(drafters_app(CollectorRegistry(), LEARNERS))
+    assert sorted(routes) == sorted(route for routes in DRAFTERS_ROUTES.values() for route in routes)
 
 
 async def test_learners_of_a_pool_alone_follow_the_same_rule():

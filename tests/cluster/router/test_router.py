@@ -346,6 +346,20 @@ class TestWeights:
         told = core.report_verifier(verifier_report("a", **paused), 2.3).pause
         assert told == FleetPause(asked_s=6.0, is_paused=False), "it did not hear that the others go on"
 
+    def test_a_pause_outlives_the_verifiers_that_heard_of_it_but_not_its_lease(self):
+        core = RouterCore()
+        core.report_verifier(verifier_report("only", is_paused=True, pause_asked_s=5.0, pause_left_s=60.0), 1.0)
+        core.remove("only")
+        told = core.report_verifier(verifier_report("anew"), 31.0).pause
+        assert told == FleetPause(asked_s=5.0, is_paused=True, lease_left_s=30.0)
+        assert core.snapshot(31.0).pause == told
+        assert core.report_verifier(verifier_report("anew"), 61.0).pause is None, "it runs, as the lease is over"
+        waits = verifier_report("anew", pause_asked_s=7.0)
+        assert core.report_verifier(waits, 62.0).pause is None
+        core.report_verifier(verifier_report("begins", is_paused=True, pause_asked_s=7.0), 62.1)
+        assert core.report_verifier(waits, 62.2).pause is None, "it has heard the order, and its requests finish first"
+        assert core.report_verifier(verifier_report("late"), 62.3).pause == FleetPause(asked_s=7.0, is_paused=True)
+
     def test_weights_of_a_trainers_group_cannot_be_taken_later(self):
         core = RouterCore(RouterPolicy())
         core.report_verifier(verifier_report("a", weight_version="7", weights_taken_s=5.0), 1.0)

@@ -5,6 +5,7 @@ import pytest
 from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     DrafterState,
+    FleetPause,
     FleetSnapshot,
     RouteAsk,
     RouterPolicy,
@@ -97,12 +98,14 @@ class TestVerifier:
 
     def test_a_verifier_that_does_not_know_of_the_pause_yet_gets_no_request(self):
         paused = verifier("paused", num_running=90, is_paused=True, pause_asked_s=5.0)
-        joins = verifier("joins")
-        assert chosen(snapshot([paused, joins])).verifier_id == "paused"
-        followed = verifier("joins", is_paused=True, pause_asked_s=5.0)
-        assert chosen(snapshot([paused, followed])).verifier_id == "joins"
-        goes_on = verifier("goes on", num_running=90, pause_asked_s=6.0)
-        assert chosen(snapshot([paused, goes_on, joins])).verifier_id == "joins", "it runs, as the fleet does"
+        joins, followed = verifier("joins"), verifier("joins", is_paused=True, pause_asked_s=5.0)
+        fleet = dataclasses.replace(snapshot([paused, joins]), pause=FleetPause(asked_s=5.0, is_paused=True))
+        assert chosen(fleet).verifier_id == "paused"
+        assert chosen(dataclasses.replace(fleet, verifiers=(paused, followed))).verifier_id == "joins"
+        goes_on = dataclasses.replace(fleet, pause=FleetPause(asked_s=6.0, is_paused=False))
+        assert chosen(goes_on).verifier_id == "joins", "it runs, as the fleet does"
+        with pytest.raises(NoVerifierError, match="1 that have not followed the fleet's weights or pause"):
+            chosen(dataclasses.replace(fleet, verifiers=(joins,)))
 
     def test_only_those_with_the_newest_weights_are_chosen(self):
         old = {"weight_version": "default", "weights_taken_s": 0.0}
