@@ -136,11 +136,11 @@ class FleetControl:
 
     def _next_order(self, reports: Sequence[VerifierReport]) -> float:
         """Return a number above that of every order to pause or to go on, whatever the clocks of gateways say."""
-        pause = None if self._router.snapshot is None else self._router.snapshot.pause
-        last_s = max(
-            [self._asked_s, *(report.load.pause_asked_s for report in reports), pause.asked_s if pause else 0.0]
-        )
-        self._asked_s = max(self._wall_clock(), last_s + ORDER_STEP_S)
+        told = [self._asked_s, *(report.load.pause_asked_s for report in reports)]
+        snapshot = self._router.snapshot
+        if snapshot is not None and snapshot.pause is not None:
+            told.append(snapshot.pause.asked_s)
+        self._asked_s = max(self._wall_clock(), max(told) + ORDER_STEP_S)
         return self._asked_s
 
     async def flush(self) -> FleetResult:

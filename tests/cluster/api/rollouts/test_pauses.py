@@ -43,6 +43,18 @@ async def test_who_joins_a_paused_fleet_is_paused_and_answers_nothing_before_tha
     assert not await is_paused(fleet)
 
 
+async def test_the_only_verifier_is_paused_again_when_it_is_started_anew(fleet: TrainedFleet):
+    assert (await fleet.http.post("/pause?mode=keep")).status_code == 200
+    await until(lambda: paused(fleet) == {"v0": True})
+    await fleet.verifiers.pop().stop()
+    await fleet.add_verifier("anew")
+    asking = asyncio.create_task(fleet.http.post("/generate", json=BODY))
+    await until(lambda: paused(fleet) == {"anew": True})
+    assert not asking.done()
+    assert (await fleet.http.post("/resume")).status_code == 200
+    assert (await asking).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "options"),
     [("/pause?mode=keep&lease_s=0.3", {}), ("/pause_generation", {"json": {"mode": "in_place", "lease_s": 0.3}})],
