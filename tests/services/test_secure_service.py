@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from outrider.cluster.api.grpc_api import SERVICE_NAME
 from outrider.cluster.common.api_keys import hash_api_key
+from outrider.cluster.common.security import MIN_SECRET_CHARS
 from outrider.cluster.replicas.node_address import cluster_secret
 from outrider.drafter_service import embedded
 from outrider.drafter_service.embedded import held_out_prompts
@@ -148,10 +149,11 @@ def test_links_that_show_a_secret_carry_drafts_and_orders_and_nobody_else_is_let
 ):
     """The orders of a trainer, who on this machine needs no key; beyond it the cluster keeps such a secret."""
     file = tmp_path / "secret"
-    file.write_text(cluster_secret().decode())
-    assert cluster_secret().decode() == file.read_text(), "the first one is kept"
+    file.write_text("0123456789abcdef" * 2)
     folder = str(embedded.target_path())
     service = shared_ray.service(link_secret_file=str(file), rollouts=True, weights_root=folder)
+    assert len(cluster_secret()) >= 2 * MIN_SECRET_CHARS
+    assert cluster_secret() == cluster_secret(), "the first one is kept for all"
     snapshot = service.call("Router", "snapshot")
     verifier, drafter = snapshot.verifiers[0].report.endpoint, snapshot.drafters[0].report.endpoint
     order = link_pb2.Frame(payload=encode(PauseGeneration(call_id="stranger")))
