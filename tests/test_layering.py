@@ -30,7 +30,7 @@ ROOMS = {
     "verifier_service/sampling": "messages gpu model",
     "verifier_service/scheduling": "messages",
     "verifier_service/pricing": "messages scheduling",
-    "verifier_service/links": "proto messages",
+    "verifier_service/links": "verifier_service proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
     "verifier_service/refit": "messages model",
     "verifier_service/handover": "messages model links",
@@ -87,8 +87,8 @@ ROOMS = {
     ),
     "cluster/config": (
         "common router replies vllm_engine verifier_service verifier_service/messages verifier_service/model "
-        "verifier_service/engine drafter_service/service drafter_service/learning drafter_service/embedded "
-        "drafter_service/shipped"
+        "verifier_service/links verifier_service/engine drafter_service/service drafter_service/learning "
+        "drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
         "common router monitoring gateway peers replies api api/openai api/rollouts config vllm_engine proto "

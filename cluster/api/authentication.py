@@ -1,7 +1,7 @@
-"""API keys, checked in front of the HTTP application and of the gRPC services, which find the shown key's policy set.
+"""Keys, checked in front of the HTTP application and of the gRPC services, which find the shown key's policy set.
 
 Open without a key: probes, /metrics (which holds neither prompts nor request ids) and gRPC's health service, whose
-clients have no key, and the web page's files, since its reader types a key there.
+clients have no key, and the web page's files, since its reader types a key there. Who may do what: `access`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,56 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
+from starlette._utils import get_route_path  # the path that the router will match, and no other
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider.cluster.api.access import CLIENT_RPCS, OPEN_PATHS, OPEN_RPCS, require_admin
 from outrider.cluster.api.openai.answer import error_response
-from outrider.cluster.common.api_keys import ApiKeys, shown_policy
-from outrider.cluster.common.errors import Unauthenticated
-from outrider.cluster.web.page import FILES as WEB_FILES
+from outrider.cluster.common.api_keys import HOW_TO_SHOW, ApiKeys, KeyPolicy, shown_policy
+from outrider.cluster.common.errors import OutriderError, Unauthenticated
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics", *WEB_FILES})
-OPEN_GRPC_PREFIX = "/grpc.health.v1.Health/"
-_REFUSAL = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key: KEY"
+_REFUSAL = f"a valid API key is needed, {HOW_TO_SHOW}"
 
 
 class ApiKeyMiddleware:
-    """Answer 401 to HTTP requests without a known key. Messages pass through unbuffered: streams stay streams."""
+    """Answer 401 to HTTP requests without a known key, 403 to those that need an admin's.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
+    Messages pass through unbuffered: streams stay streams.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, *, admin_paths: frozenset[str] = frozenset(), is_private: bool = False
+    ) -> None:
+        """`admin_paths`: see `access.admin_paths`. `is_private`: only this machine's programs reach the port."""
+        self._app, self._keys = app, keys
+        self._admin_paths, self._is_private = admin_paths, is_private
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan" or (path := get_route_path(scope)) in OPEN_PATHS:
             await self._app(scope, receive, send)
-        elif (policy := self._keys.admit(_headers(scope))) is not None:
-            token = shown_policy.set(policy)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                shown_policy.reset(token)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            await error_response(Unauthenticated(_REFUSAL))(scope, receive, send)
+            return
+        try:
+            policy = self._admit(scope, path)
+        except OutriderError as refusal:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await error_response(refusal)(scope, receive, send)
+            return
+        token = shown_policy.set(policy)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            shown_policy.reset(token)
+
+    def _admit(self, scope: Scope, path: str) -> KeyPolicy:
+        """Return the policy of the shown key; raises what the request is refused for."""
+        policy = self._keys.admit(_headers(scope)) if self._keys else KeyPolicy.DEFAULT
+        if policy is None:
+            raise Unauthenticated(_REFUSAL)
+        if path in self._admin_paths:
+            require_admin(self._keys, list(_headers(scope)), path, is_private=self._is_private)
+        return policy
 
 
 def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
@@ -49,7 +67,7 @@ def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Answer UNAUTHENTICATED to calls without a known key, before their messages are read."""
+    """Refuse calls without a known key, and those that need an admin's, before their messages are read."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -59,13 +77,20 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(OPEN_GRPC_PREFIX):
+        method, shown = handler_call_details.method, handler_call_details.invocation_metadata
+        if method.startswith(OPEN_RPCS):
             return await continuation(handler_call_details)
-        if (policy := self._keys.admit(handler_call_details.invocation_metadata)) is not None:
-            shown_policy.set(policy)  # until the call's task ends
-            return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        if (policy := self._keys.admit(shown)) is None:
+            return _refuse_rpc(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
+        shown_policy.set(policy)  # until the call's task ends
+        handler = await continuation(handler_call_details)
+        if handler is not None and method not in CLIENT_RPCS and not self._keys.is_admin(shown):
+            return _refuse_rpc(grpc.StatusCode.PERMISSION_DENIED, f"{method} needs an admin's key, {HOW_TO_SHOW}")
+        return handler
 
 
-async def _refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
+def _refuse_rpc(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(code, reason)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

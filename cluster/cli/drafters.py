@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import click
@@ -10,7 +11,7 @@ import click
 from outrider.cluster.cli.options import config_option, config_options
 from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.security import LinkTls
-from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS, admin_key_option
 from outrider.cluster.config.config_file import read_speculative_config
 
 LOOKUPS = ("ngram", "suffix")  # that a pool does without a checkpoint; lookahead, too, but is slower than suffix
@@ -35,18 +36,20 @@ LOOKUPS = ("ngram", "suffix")  # that a pool does without a checkpoint; lookahea
 @config_option("max_model_len", help="Longest sequence in tokens. Default: the draft model's own limit.")
 @config_option("max_num_batched_tokens", help="Most tokens in one round.")
 @config_options(["kv_cache_memory_bytes", "dtype", "device", "trust_remote_code", "threads_per_rank", "gpu_share"])
-@config_options(["drafter_resources", "drafter_labels", "learner"])
+@config_options(["drafter_resources", "drafter_labels", "learner", "weights_root"])
 @config_option("host", help="Where the directory listens.")
 @config_option("grpc_port", "--port", default=50061, help="Of the directory, gRPC.")
 @config_option("port", "--http-port", default=8061, help="Of /metrics and /health.")
 @config_option("internal_host", help="Where drafters listen for engines; auto: each node's own address.")
 @config_options(["log_format", *LinkTls.model_fields])
+@admin_key_option
 def drafters(draft: str, **options: Any) -> None:
     """Serve a pool of drafters alone, which vLLM drafts from with our plug-in (docs/vllm.md).
 
     DRAFT is the folder or hub id of a draft model or head, or ngram or suffix, which look drafts up in what was written
     before, or a method whose drafter is shipped for the target: eagle3 for smollm2.
     """
+    from outrider.cluster.common.api_keys import with_api_key_hashes
     from outrider.cluster.common.logs import configure_logging
     from outrider.cluster.config.drafters_config import DraftersConfig
     from outrider.cluster.config.known_models import drafter_paths
@@ -63,7 +66,7 @@ def drafters(draft: str, **options: Any) -> None:
         options["draft_model"] = draft
         options["speculative_config"] = {"method": "draft_model", **options["speculative_config"]}
     with usage_errors():
-        config = DraftersConfig(**options)
+        config = DraftersConfig(**with_api_key_hashes(options, os.environ))
     configure_logging(config.log_format, level=logging.getLogger().level)
     try:
         with usage_errors():

@@ -11,7 +11,7 @@ import click
 from outrider.cluster.cli.options import config_options, configure, model_options
 from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.hints import ExplainingCommand
-from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS, admin_key_option
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 
@@ -34,10 +34,11 @@ from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
     help="A key that clients may show; may be repeated, and sha256:HEX hides it from ps. Those of the environment "
     "variable OUTRIDER_API_KEY (comma-separated) count too.",
 )
+@admin_key_option
 @click.option(
     "--api-key-file",
     help="Keys, one a line, plain or sha256:HEX; # begins a comment line. Behind a key, store=never: drafters keep "
-    "nothing of its requests; store=salted: they may learn from its salted ones, too.",
+    "nothing of its requests; store=salted: they may learn from its salted ones, too; role=admin: it is an admin's.",
 )
 def serve(**options: Any) -> None:
     """Serve MODEL over HTTP and gRPC until interrupted.

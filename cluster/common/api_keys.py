@@ -1,4 +1,4 @@
-"""API keys: hashed when they are configured, compared in constant time; what may be kept of what is sent with one."""
+"""API keys: hashed when configured, compared in constant time; what one opens, and what may be kept that it brings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import model_validator
+
+from outrider.cluster.common.options import Json, Options
 
 ENVIRONMENT_VARIABLE = "OUTRIDER_API_KEY"
+ADMIN_VARIABLE = "OUTRIDER_ADMIN_API_KEY"
+HOW_TO_SHOW = "as Authorization: Bearer KEY or x-api-key: KEY"
+HOW_TO_BE_ADMIN = f"--admin-api-key, {ADMIN_VARIABLE} or role=admin behind a key of --api-key-file"
+ADMIN = "admin"  # the role of a key that also changes weights, others' state and files
 _HASH = re.compile(r"[0-9a-f]{64}")
 _HASH_PREFIX = "sha256:"
-_STORE_PREFIX = "store="
+_STORE_PREFIX, _ROLE_PREFIX = "store=", "role="
 
 
 class KeyPolicy(Enum):
@@ -35,21 +44,36 @@ def hash_api_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A key that is configured."""
+
+    digest: str  # SHA-256 in hex
+    policy: KeyPolicy
+    is_admin: bool
+
+
+def _known(entry: str, source: str) -> _Known:
+    """Read a hash, behind which words may stand after colons: a policy, a role."""
+    digest, *words = entry.split(":")
+    if not _HASH.fullmatch(digest):
+        raise ValueError(f"{source} must be SHA-256 sums of 64 hex digits")
+    stores = [word for word in words if word != ADMIN]
+    policy = _policy_of(":".join(stores), source) if stores else KeyPolicy.DEFAULT
+    return _Known(digest=digest, policy=policy, is_admin=ADMIN in words)
+
+
 def require_hashes(hashes: Iterable[str]) -> None:
-    """Raise `ValueError` unless each is a SHA-256 in hex, with or without a policy after a colon.
+    """Raise `ValueError` unless each is a SHA-256 in hex, behind which `:never`, `:salted` and `:admin` may stand.
 
     The text does not quote what may be a key.
     """
     for entry in hashes:
-        digest, colon, word = entry.partition(":")
-        if not _HASH.fullmatch(digest):
-            raise ValueError("api_key_hashes must be SHA-256 sums of 64 hex digits")
-        if colon:
-            _policy_of(word, "api_key_hashes")
+        _known(entry, "api_key_hashes")
 
 
 def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Replace the options `api_key` and `api_key_file`, and the environment's keys, by `api_key_hashes`.
+    """Replace the options `api_key`, `admin_api_key`, `api_key_file` and the environment's keys by `api_key_hashes`.
 
     The sources are combined. Raises `ValueError` naming the source of a malformed key, or a source without keys: a
     missing secret must not open the service.
@@ -57,10 +81,12 @@ def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) 
     rest = dict(options)
     hashes = [digest for entry in _texts(rest, "api_key_hashes") for digest in entry.split(",")]
     hashes += [_hash_of(key, "api_key") for key in _texts(rest, "api_key")]
+    hashes += [_admin_hash_of(key, "admin_api_key") for key in _texts(rest, "admin_api_key")]
     if (path := rest.pop("api_key_file", None)) is not None:
         hashes += _hashes_in(_lines(path), "api_key_file", _hash_of_line)
-    if ENVIRONMENT_VARIABLE in environ:
-        hashes += _hashes_in(environ[ENVIRONMENT_VARIABLE].split(","), ENVIRONMENT_VARIABLE, _hash_of)
+    for variable, hash_of in ((ENVIRONMENT_VARIABLE, _hash_of), (ADMIN_VARIABLE, _admin_hash_of)):
+        if variable in environ:
+            hashes += _hashes_in(environ[variable].split(","), variable, hash_of)
     return {**rest, "api_key_hashes": tuple(dict.fromkeys(hashes))}
 
 
@@ -90,12 +116,21 @@ def _hashes_in(entries: Iterable[str], source: str, hash_of: Callable[[str, str]
 
 
 def _hash_of_line(line: str, source: str) -> str:
-    """Return the hash of a file's line, with the policy that may follow the key."""
+    """Return the hash of a file's line, with the policy and the role that may follow the key."""
     key, *rest = line.split()
-    if len(rest) != 1 or not rest[0].startswith(_STORE_PREFIX):
+    if not rest or not all(word.startswith((_STORE_PREFIX, _ROLE_PREFIX)) for word in rest):
         return _hash_of(line, source)
-    policy = _policy_of(rest[0].removeprefix(_STORE_PREFIX), source)
-    return f"{_hash_of(key, source)}:{policy.value}"
+    stores = [word.removeprefix(_STORE_PREFIX) for word in rest if word.startswith(_STORE_PREFIX)]
+    roles = [word.removeprefix(_ROLE_PREFIX) for word in rest if word.startswith(_ROLE_PREFIX)]
+    if any(role != ADMIN for role in roles):
+        raise ValueError(f"{source}: a key's role must be {ADMIN}, or left out")
+    entry = ":".join((_hash_of(key, source), *stores, *roles))
+    _known(entry, source)
+    return entry
+
+
+def _admin_hash_of(entry: str, source: str) -> str:
+    return f"{_hash_of(entry, source)}:{ADMIN}"
 
 
 def _policy_of(word: str, source: str) -> KeyPolicy:
@@ -115,25 +150,45 @@ def _hash_of(entry: str, source: str) -> str:
     return hash_api_key(entry)
 
 
+class KeyOptions(Options):
+    """The keys of a port, as hashes: no secret goes further than the command line, a file or the environment."""
+
+    api_key_hashes: Annotated[tuple[str, ...], Json] = ()  # SHA-256 in hex; none: no key is asked for
+
+    @model_validator(mode="after")
+    def _check_hashes(self) -> Self:
+        require_hashes(self.api_key_hashes)
+        return self
+
+
 class ApiKeys:
-    """The service's keys, as hashes with policies; without keys, the service is open."""
+    """The service's keys, as hashes with policies and roles; without keys, the service is open."""
 
     def __init__(self, hashes: Sequence[str]) -> None:
-        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy."""
-        entries = [entry.partition(":") for entry in hashes]
-        self._hashes = [(digest, KeyPolicy(word)) for digest, _, word in entries]
+        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy, and each role."""
+        self._known = [_known(entry, "api_key_hashes") for entry in hashes]
 
     def __bool__(self) -> bool:
-        return bool(self._hashes)
+        return bool(self._known)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is an admin's key."""
+        return any(key.is_admin for key in self._known)
 
     def admit(self, headers: Iterable[tuple[str, str]]) -> KeyPolicy | None:
-        """Return the strictest policy of the known keys in the headers; None: there is no known key.
+        """Return the strictest policy of the known keys in the headers; None: there is no known key."""
+        return min((key.policy for key in self._found(headers)), key=_POLICIES.index, default=None)
 
-        A wrong key takes as long as a right one: each is compared with all.
-        """
+    def is_admin(self, headers: Iterable[tuple[str, str]]) -> bool:
+        """Return whether an admin's key is in the headers."""
+        return any(key.is_admin for key in self._found(headers))
+
+    def _found(self, headers: Iterable[tuple[str, str]]) -> list[_Known]:
+        """Return the known keys in the headers. A wrong one takes as long as a right one: each is compared with all."""
         digests = [hash_api_key(key) for key in _shown_keys(headers)]
-        found = [(hmac.compare_digest(digest, known), policy) for digest in digests for known, policy in self._hashes]
-        return min((policy for fits, policy in found if fits), key=_POLICIES.index, default=None)
+        fits = [(hmac.compare_digest(digest, key.digest), key) for digest in digests for key in self._known]
+        return [key for is_right, key in fits if is_right]
 
 
 def _shown_keys(headers: Iterable[tuple[str, str]]) -> Iterator[str]:

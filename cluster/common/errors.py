@@ -5,8 +5,10 @@ OutriderError                      500  INTERNAL
 │   ├── ModelNotFound              404  NOT_FOUND
 │   ├── ResponseNotFound           404  NOT_FOUND
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
-│   └── BodyTooSlow                408  INVALID_ARGUMENT
+│   ├── BodyTooSlow                408  INVALID_ARGUMENT
+│   └── NotJson                    415  INVALID_ARGUMENT
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
+├── Forbidden                      403  PERMISSION_DENIED   it needs an admin's key, or comes from a foreign page
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
 └── RequestFailed                  500  INTERNAL            it was accepted, but did not finish
@@ -56,8 +58,16 @@ class BodyTooSlow(InvalidRequest):
     """The request's body did not arrive in time."""
 
 
+class NotJson(InvalidRequest):
+    """The request's body is not declared as JSON."""
+
+
 class Unauthenticated(OutriderError):
     """The request has no known API key."""
+
+
+class Forbidden(OutriderError):
+    """The request may not do this: it shows no admin's key, or comes from a page of somebody else."""
 
 
 class Overloaded(OutriderError):
@@ -115,6 +125,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         openai_type="invalid_request_error",
         openai_code="body_too_slow",
     ),
+    NotJson: ErrorMapping(
+        http_status=415,
+        grpc_status=grpc.StatusCode.INVALID_ARGUMENT,
+        openai_type="invalid_request_error",
+        openai_code="not_json",
+    ),
     InvalidRequest: ErrorMapping(
         http_status=400, grpc_status=grpc.StatusCode.INVALID_ARGUMENT, openai_type="invalid_request_error"
     ),
@@ -123,6 +139,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.UNAUTHENTICATED,
         openai_type="authentication_error",
         openai_code="invalid_api_key",
+    ),
+    Forbidden: ErrorMapping(
+        http_status=403,
+        grpc_status=grpc.StatusCode.PERMISSION_DENIED,
+        openai_type="permission_error",
+        openai_code="forbidden",
     ),
     Overloaded: ErrorMapping(
         http_status=429,

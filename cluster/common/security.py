@@ -6,6 +6,7 @@ rolling update.
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     import grpc
 
     from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
+MIN_SECRET_CHARS = 32
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine reach a host: localhost, or an address of the loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class TlsConfig:
         pair = (Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes())
         return grpc.ssl_server_credentials([pair], self._ca(), require_client_auth=self.ca_certs is not None)
 
-    def link_credentials(self, server_name: str | None) -> LinkCredentials:
+    def link_credentials(self, server_name: str | None, secret: str | None = None) -> LinkCredentials:
         """Return the credentials of a client that presents this certificate; raises `ValueError` as `check`."""
         import grpc
 
@@ -71,7 +82,7 @@ class TlsConfig:
         self.check()
         key, certificate = Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes()
         channel = grpc.ssl_channel_credentials(self._ca(), key, certificate)
-        return LinkCredentials(channel=channel, server_name=server_name)
+        return LinkCredentials(channel=channel, server_name=server_name, secret=secret)
 
     def _ca(self) -> bytes | None:
         return None if self.ca_certs is None else Path(self.ca_certs).read_bytes()
@@ -95,7 +106,7 @@ def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) 
 
 
 class LinkTls(Options):
-    """The TLS files of the links between our own services: mutual TLS, or none."""
+    """The TLS files of the links between our own services: mutual TLS, or none; and the secret that stands for it."""
 
     link_ssl_certfile: str | None = option(
         None,
@@ -107,6 +118,12 @@ class LinkTls(Options):
         None,
         "Name in our own services' certificates, where replicas share one on addresses not known before. "
         "Default: the address that a replica listens at.",
+    )
+
+    link_secret_file: str | None = option(
+        None,
+        f"File with a secret of at least {MIN_SECRET_CHARS} characters, which our own services show each other. Beyond "
+        "this machine links need it or TLS; Default: one that the Ray cluster keeps.",
     )
 
     @model_validator(mode="after")
@@ -122,14 +139,54 @@ class LinkTls(Options):
     def tls(self) -> TlsConfig | None:
         return _complete("link_ssl", self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
 
+    def check(self) -> None:
+        """Raise `ValueError` naming the option of an unusable file."""
+        if self.tls is not None:
+            self.tls.check()
+        if self.link_secret_file is not None:
+            read_secret(self.link_secret_file)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether links ask who comes."""
+        return self.tls is not None or self.link_secret_file is not None
+
+    @property
+    def secret(self) -> str | None:
+        """What callers show; None: nothing. Raises `ValueError` naming the option of an unusable file."""
+        return None if self.link_secret_file is None else read_secret(self.link_secret_file)
+
+    @property
+    def server_interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """What a server of links asks callers for, beside a certificate."""
+        from outrider.verifier_service.links.grpc_channel import SecretInterceptor
+
+        return () if self.secret is None else (SecretInterceptor(self.secret),)
+
     @property
     def server_credentials(self) -> grpc.ServerCredentials | None:
         return None if self.tls is None else self.tls.server_credentials()
 
     @property
     def credentials(self) -> LinkCredentials | None:
-        """The credentials of a client; None: links are in plaintext."""
-        return None if self.tls is None else self.tls.link_credentials(self.link_ssl_server_name)
+        """The credentials of a client; None: links are in plaintext, and ask for nothing."""
+        from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
+        secret = self.secret
+        if self.tls is not None:
+            return self.tls.link_credentials(self.link_ssl_server_name, secret)
+        return None if secret is None else LinkCredentials(secret=secret)
+
+
+def read_secret(path: str) -> str:
+    """Return the secret in a file; raises `ValueError` naming the option of what is none, without its text."""
+    try:
+        secret = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"link_secret_file: cannot read {path}: {error}") from error
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
+        raise ValueError(f"link_secret_file: {path} must hold {MIN_SECRET_CHARS} printable ASCII characters or more")
+    return secret
 
 
 def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:

@@ -19,6 +19,12 @@ _SERVER_OPTIONS = (
     click.option("--ssl-certfile", type=_FILE, help="PEM: our certificate, where the server asks for one."),
     click.option("--ssl-keyfile", type=_FILE, help="PEM: the key of --ssl-certfile, unless it is in there."),
 )
+admin_key_option = click.option(  # of servers
+    "--admin-api-key",
+    multiple=True,
+    help="A key that also opens what changes weights, others' requests or files; may be repeated, and sha256:HEX hides "
+    "it from ps. Those of the environment variable OUTRIDER_ADMIN_API_KEY (comma-separated) count too.",
+)
 
 
 def server_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -28,6 +28,7 @@ class LearnerOptions(Options):
     """A learner, where it keeps its versions, and what it may take. {} is one with all defaults."""
 
     folder: str | None = None  # None: in this user's cache folder
+    export_root: str | None = None  # below which `export` writes; None: exports in the learner's folder
     sample_share: Share = USUAL.sample_share
     shadow_share: Share = USUAL.shadow_share
     num_steps: Positive = USUAL.num_steps
@@ -65,6 +66,11 @@ class LearnerOptions(Options):
         if self.folder is not None:
             return str(Path(self.folder).expanduser().absolute())
         return str(cache_folder() / "learner" / UNSAFE.sub("-", target).strip("-.") / pool)
+
+    def export_root_for(self, folder: str) -> str:
+        """Return the folder below which a learner whose versions are in `folder` writes exports."""
+        root = Path(folder) / "exports" if self.export_root is None else Path(self.export_root).expanduser().absolute()
+        return str(root)
 
 
 def read_learner(value: Any) -> LearnerOptions | None:

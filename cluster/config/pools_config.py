@@ -30,6 +30,7 @@ from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPoli
 from outrider.drafter_service.learning.learner_spec import LearnerSpec
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_transports
 
 
@@ -60,6 +61,9 @@ class PoolsConfig(Options):
         (),
         "Pin draft lengths by running requests, as vLLM's num_speculative_tokens_per_batch_size: "
         "[[first, last, length], ...].",
+    )
+    weights_root: str | None = option(
+        None, "Folder below which new weights must lie, of a trainer or published by hand. Default: any folder."
     )
     host: str = option("127.0.0.1", "Where both ports listen; 0.0.0.0 or ::, for IPv6 as well: on all addresses.")
     port: Port = option(8000, "HTTP port.")
@@ -139,6 +143,16 @@ class PoolsConfig(Options):
         return False
 
     @property
+    def serves_trainers(self) -> bool:
+        """Whether weights change at the call of a trainer."""
+        return False
+
+    @property
+    def control_rules(self) -> ControlRules:
+        """Which orders replicas take over their links."""
+        return ControlRules(is_open=self.serves_trainers, weights_root=self.weights_root)
+
+    @property
     def speculative(self) -> SpeculativeConfig:
         """How the first drafter drafts; its acceptance rule and its ways for states hold for all."""
         return self.drafters[0].speculative
@@ -175,6 +189,7 @@ class PoolsConfig(Options):
             max_sessions=(self.most_verifiers if pool.is_in_pool else 1) * self.max_num_seqs,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
+            takes_orders=self.serves_trainers or pool.learner is not None,
             learn_num_top=0 if pool.learner is None else pool.learner.num_top,
         )
 
@@ -191,6 +206,8 @@ class PoolsConfig(Options):
             drafter=self.drafter_spec_of(pool),
             pool=pool.name,
             folder=self.learner_folder(pool),
+            export_root=learner.export_root_for(self.learner_folder(pool)),
+            weights_root=self.weights_root,
             settings=learner.settings,
             max_bytes=learner.max_bytes,
             device=learner.device,

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from outrider.cluster.common.api_keys import require_hashes
+from outrider.cluster.common.api_keys import HOW_TO_BE_ADMIN, ApiKeys, KeyOptions
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.options import Json, Options, Positive, Seconds, option
-from outrider.cluster.common.security import TlsConfig, public_tls
+from outrider.cluster.common.security import TlsConfig, is_loopback, public_tls
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOptions, Replicas, Resources
 from outrider.cluster.config.pools_config import PoolsConfig
@@ -32,7 +32,6 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
     *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
 _PEER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -94,7 +93,7 @@ class VerifierOptions(Options):
         return self
 
 
-class GatewayOptions(Options):
+class GatewayOptions(KeyOptions):
     """The gateways: what clients reach, and how requests are admitted."""
 
     num_gateways: Replicas = option(ONE_REPLICA, "Replicas of the API; min:max: scaled by load.")
@@ -123,7 +122,6 @@ class GatewayOptions(Options):
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
     )
-    api_key_hashes: Annotated[tuple[str, ...], Json] = ()  # SHA-256 in hex; none: no key is asked for
     otlp_traces_endpoint: str | None = option(None, "Send traces there by OTLP over gRPC. Default: no traces.")
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
         1.0, "Share of requests to trace, where the caller's traceparent does not decide."
@@ -135,7 +133,6 @@ class GatewayOptions(Options):
             raise ValueError("num_gateways must be at least 1")
         if self.otlp_traces_endpoint is not None:
             require_extra("otlp", "otlp_traces_endpoint")
-        require_hashes(self.api_key_hashes)
         if not all(_PEER.fullmatch(peer) for peer in self.kv_peers):
             raise ValueError("kv_peers must be HOST or HOST:PORT, each")
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
@@ -163,6 +160,10 @@ class ServiceConfig(PoolsConfig):
         super().__init__(**options)
 
     @property
+    def serves_trainers(self) -> bool:
+        return self.verifiers.rollouts
+
+    @property
     def logprobs_mode(self) -> LogprobsMode:
         """Of requests that name none."""
         default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
@@ -182,12 +183,26 @@ class ServiceConfig(PoolsConfig):
 
     @model_validator(mode="after")
     def _check_doors(self) -> Self:
-        """Refuse doors that anyone can open: whoever passes changes the weights."""
+        """Refuse doors that all clients could open: whoever passes changes the weights."""
+        if not is_loopback(self.host):
+            self.require_admin(f"host {self.host}")
+        return self
+
+    def require_admin(self, place: str) -> None:
+        """Raise `ValueError` if weights can be changed from a place that others reach, and nobody is an admin."""
         opened = "rollouts" if self.verifiers.rollouts else "learner" if self.learning else None
-        is_closed = self.gateway.api_key_hashes or self.gateway.ssl_ca_certs is not None
-        if opened is not None and not is_closed and self.host not in LOOPBACK:
-            needed = "give --api-key or --ssl-ca-certs"
-            raise ValueError(f"{opened}: on host {self.host} anyone could change the weights; {needed}")
+        if opened is not None and not ApiKeys(self.gateway.api_key_hashes).has_admin:
+            reached = f"whoever reaches {place} could change the weights"
+            alone = "--api-key and --ssl-ca-certs alone are for clients"
+            raise ValueError(f"{opened}: {reached}; add {HOW_TO_BE_ADMIN} ({alone})")
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> Self:
+        """Refuse verifiers of other services, which do not know what this cluster's links show."""
+        peers = [found[1].strip("[]") for peer in self.gateway.kv_peers if (found := _PEER.fullmatch(peer))]
+        hosts = [self.links.internal_host, *peers]
+        if peers and not self.links.is_closed and not all(map(is_loopback, hosts)):
+            raise ValueError("kv_peers: beyond this machine both services need one --link-secret-file, or --link-ssl-*")
         return self
 
     @model_validator(mode="after")

@@ -45,6 +45,6 @@ def _drafts(config: ServiceConfig) -> HostedDrafts:
             "speculation": "always" if config.speculation == "always" else "auto",
             "state_taps": list(config.verifier_spec.model.state_taps),
             "learn": bool(config.learning),  # of requests that the gateway says may be learned from
-            **{name: value for name, value in config.links if name.startswith("link_ssl_") and value is not None},
+            **{name: value for name, value in config.links if name.startswith("link_") and value is not None},
         },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import grpc
 from outrider.cluster.common.errors import InvalidRequest, RequestFailed, Unavailable
 from outrider.cluster.router.fleet import FleetSnapshot, FleetWeights, VerifierReport
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.engine import (
     AskState,
     ContinueGeneration,
@@ -30,6 +31,8 @@ from outrider.verifier_service.messages.engine import (
 )
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
+ORDER_STEP_S = 1e-3  # between the numbers of two orders
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED)  # of a replica that was reached
 Call = Callable[[str, Control], Awaitable[ControlResult]]  # endpoint and message; raises `ConnectionError`
 Stub = Callable[[grpc.aio.Channel], link_pb2_grpc.VerifierLinkStub | link_pb2_grpc.DrafterLinkStub]
 
@@ -38,9 +41,12 @@ async def _call(stub: Stub, credentials: LinkCredentials | None, endpoint: str, 
     """Send one control message, and wait for its result; a pause may wait for long requests."""
     async with open_channel(endpoint, credentials) as channel:
         try:
-            answer = await stub(channel).Control(link_pb2.Frame(payload=encode(message)))
+            frame = link_pb2.Frame(payload=encode(message))
+            answer = await stub(channel).Control(frame, metadata=metadata_of(credentials))
             result: ControlResult = decode(answer.payload, (ControlResult,))
         except grpc.aio.AioRpcError as error:
+            if error.code() in REFUSALS:
+                return ControlResult(call_id=message.call_id, error=str(error.details()))
             raise ConnectionError(str(error.details())) from error
         except WireError as error:
             raise ConnectionError(str(error)) from error
@@ -65,7 +71,7 @@ class FleetResult:
     """What the replicas answered together."""
 
     weight_versions: tuple[str, ...]  # one per replica
-    is_paused: bool  # none runs steps
+    is_paused: bool  # one runs no steps, at least
     num_requests: int = 0  # aborted by the call, or kept
     num_missing_tensors: int = 0  # of an update that is half here
 
@@ -83,8 +89,11 @@ class FleetControl:
     refuses.
     """
 
-    def __init__(self, router: Router, call_verifier: Call, call_drafter: Call) -> None:
+    def __init__(
+        self, router: Router, call_verifier: Call, call_drafter: Call, wall_clock: Callable[[], float] = time.time
+    ) -> None:
         self._router, self._call_verifier, self._call_drafter = router, call_verifier, call_drafter
+        self._wall_clock, self._asked_s = wall_clock, 0.0
 
     @classmethod
     def over_links(cls, router: Router, credentials: LinkCredentials | None) -> FleetControl:
@@ -114,11 +123,28 @@ class FleetControl:
         """Return what holds now: reports lag behind."""
         return await self._on_all(lambda call_id, _: AskState(call_id=call_id))
 
-    async def pause(self, mode: PauseMode) -> FleetResult:
-        return await self._on_all(lambda call_id, _: PauseGeneration(call_id=call_id, mode=mode))
+    async def pause(self, mode: PauseMode, lease_s: float | None = None) -> FleetResult:
+        """Pause, also verifiers that join later; with a lease, for so many seconds unless it is called again."""
+        reports = await self._ready()
+        asked_s = self._next_order(reports)
+        return await self._on(
+            reports,
+            lambda call_id, _: PauseGeneration(call_id=call_id, mode=mode, lease_s=lease_s, asked_s=asked_s),
+        )
 
     async def resume(self) -> FleetResult:
-        return await self._on_all(lambda call_id, _: ContinueGeneration(call_id=call_id))
+        reports = await self._ready()
+        asked_s = self._next_order(reports)
+        return await self._on(reports, lambda call_id, _: ContinueGeneration(call_id=call_id, asked_s=asked_s))
+
+    def _next_order(self, reports: Sequence[VerifierReport]) -> float:
+        """Return a number above that of every order to pause or to go on, whatever the clocks of gateways say."""
+        told = [self._asked_s, *(report.load.pause_asked_s for report in reports)]
+        snapshot = self._router.snapshot
+        if snapshot is not None and snapshot.pause is not None:
+            told.append(snapshot.pause.asked_s)
+        self._asked_s = max(self._wall_clock(), max(told) + ORDER_STEP_S)
+        return self._asked_s
 
     async def flush(self) -> FleetResult:
         """Empty the prefix caches; raises `InvalidRequest` while requests hold KV."""
@@ -240,7 +266,7 @@ async def _together(calls: Sequence[tuple[str, Awaitable[ControlResult]]]) -> Fl
     results = [_checked(name, answer) for (name, _), answer in zip(calls, answers, strict=True)]
     return FleetResult(
         weight_versions=tuple(result.weight_version for result in results),
-        is_paused=all(result.is_paused for result in results),
+        is_paused=any(result.is_paused for result in results),
         num_requests=sum(result.num_requests for result in results),
         num_missing_tensors=max(result.num_missing_tensors for result in results),
     )

@@ -15,7 +15,7 @@ import grpc
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.links.outbox import Outbox
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.handover import KVSource
@@ -174,7 +174,8 @@ class _Link:
         self._endpoint = endpoint
         self._channel = open_channel(endpoint, streams.credentials)
         self._outbox = Outbox(streams.gateway_id)
-        self._call = link_pb2_grpc.VerifierLinkStub(self._channel).Serve(self._outbox.frames())
+        stub, metadata = link_pb2_grpc.VerifierLinkStub(self._channel), metadata_of(streams.credentials)
+        self._call = stub.Serve(self._outbox.frames(), metadata=metadata)
         self._requests: dict[str, Stream] = {}
         self._is_dropped = self._has_ended = False
         self.reading = asyncio.create_task(self._read())

@@ -19,7 +19,7 @@ import grpc
 from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterDirectoryStub
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.engine import LinkEvent, Relay
 from outrider.verifier_service.messages.link import Hello, frame_of
@@ -157,7 +157,8 @@ class PoolConnection:
 
     async def _follow_once(self, directory: DrafterDirectoryStub, links: LinkPool) -> None:
         """Report and follow on one stream, until it ends."""
-        async with contextlib.aclosing(self._answers(directory.Follow())) as answers:
+        call = directory.Follow(metadata=metadata_of(self._credentials))
+        async with contextlib.aclosing(self._answers(call)) as answers:
             async for directive in answers:
                 self.last_error = None
                 self._follow(directive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outrider.cluster.monitoring.fleet_metric import Value, of_verifiers_by
+from outrider.cluster.monitoring.fleet_metric import Value, of_verifiers, of_verifiers_by
 from outrider.cluster.router.fleet import VerifierReport
 
 
@@ -15,6 +15,18 @@ def _updates_behind(report: VerifierReport) -> Iterable[tuple[str, Value]]:
 
 
 UPDATES = (
+    of_verifiers(
+        "generation_paused",
+        "gauge",
+        "1: a trainer has paused a verifier, which runs no step; 0: it has not",
+        lambda state: int(state.report.load.is_paused),
+    ),
+    of_verifiers(
+        "weights_broken",
+        "gauge",
+        "1: an update of a verifier's weights broke off half-way, and it serves nothing until a whole one; 0: none did",
+        lambda state: int(state.report.load.weights_error is not None),
+    ),
     of_verifiers_by(
         "drafter",
         "drafter_updates_behind",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -207,6 +208,7 @@ class OfflineEngine:
 
     def _start_drafter(self, opening: contextlib.ExitStack, spec: DrafterSpec) -> PipeDraftClient:
         size = spec.speculative.draft_tensor_parallel_size
+        spec = dataclasses.replace(spec, takes_orders=True)  # of this program
         ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))

@@ -17,7 +17,7 @@ from outrider.cluster.gateway.rollout_memory import Recorded
 from outrider.cluster.peers.messages import ANSWERS, AskMetrics, Meet, TellHistory
 from outrider.cluster.peers.registry import MEET_INTERVAL_S
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class _Other:
 
     endpoint: str
     channel: grpc.aio.Channel
+    metadata: tuple[tuple[str, str], ...]  # of every call
     past: Iterator[Recorded] = field(default_factory=lambda: iter(()))  # of before it came
     untold: deque[Recorded] = field(default_factory=lambda: deque(maxlen=MAX_BEHIND))
     telling: asyncio.Task[None] | None = None
@@ -56,7 +57,9 @@ class _Other:
         """Return the answer; raises `ConnectionError`."""
         frame = link_pb2.Frame(payload=encode(message))
         try:
-            answer = await link_pb2_grpc.GatewayLinkStub(self.channel).Ask(frame, timeout=timeout_s)
+            answer = await link_pb2_grpc.GatewayLinkStub(self.channel).Ask(
+                frame, timeout=timeout_s, metadata=self.metadata
+            )
             return decode(answer.payload, ANSWERS)
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(f"{error.code().name}: {error.details()}") from error
@@ -120,7 +123,9 @@ class Others:
         """Know others by their endpoints, beside those that are known."""
         for gateway_id, endpoint in found.items():
             if gateway_id not in self._others:
-                self._others[gateway_id] = _Other(endpoint, open_channel(endpoint, self._credentials, _NO_PINGS))
+                self._others[gateway_id] = _Other(
+                    endpoint, open_channel(endpoint, self._credentials, _NO_PINGS), metadata_of(self._credentials)
+                )
 
     async def ask(self, message: Any, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
         """Return what each of the others answers, by its id."""

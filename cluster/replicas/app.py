@@ -61,9 +61,14 @@ class OptionsError(click.ClickException, RayServeException):
 
 
 def build_app(options: dict[str, Any]) -> Application:
-    """Build the application from plain options, as Serve's command line and YAML pass them; raises `OptionsError`."""
+    """Build the application from plain options, as Serve's command line and YAML pass them; raises `OptionsError`.
+
+    Where Serve's proxies listen is not known here: who changes weights needs an admin's key, whatever `host` says.
+    """
     try:
-        return build(ServiceConfig(**with_api_key_hashes(options, os.environ)))
+        config = ServiceConfig(**with_api_key_hashes(options, os.environ))
+        config.require_admin("Ray Serve's http_options")
+        return build(config)
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
 
@@ -99,7 +104,7 @@ def build_drafters(config: DraftersConfig) -> Application:
 def build_drafters_app(options: dict[str, Any]) -> Application:
     """Build a pool without verifiers from plain options, as `build_app` does; raises `OptionsError`."""
     try:
-        return build_drafters(DraftersConfig(**options))
+        return build_drafters(DraftersConfig(**with_api_key_hashes(options, os.environ)))
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
 

@@ -11,16 +11,19 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
+from starlette.types import ASGIApp
 
+from outrider.cluster.api.access import admin_paths
+from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.api.openai.endpoints import prepare
+from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.common.security import bind
 from outrider.cluster.config.drafters_config import DraftersConfig
-from outrider.cluster.config.service_config import LOOPBACK
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
@@ -47,13 +50,10 @@ class DirectoryReplica:
         registry.register(
             FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         )
-        self._api = _api(registry)
-        if config.learning:
-            control = LearnerControl(learners, lambda: self._router.snapshot)
-            add_learner_status(self._api, control)
-            if config.host in LOOPBACK:  # this port asks for no key: whoever passes changes the weights
-                add_learner_actions(self._api, control)
-        self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+        control = LearnerControl(learners, lambda: self._router.snapshot) if config.learning else None
+        self._api = drafters_api(config, registry, control)
+        interceptors = (*config.links.server_interceptors, MalformedCallInterceptor())
+        self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         servicer = DirectoryServicer(
             lambda report: ask_router(router.report_verifier, report),
             lambda verifier_id: ask_router(router.remove, verifier_id),
@@ -62,7 +62,7 @@ class DirectoryReplica:
         bind(self._server, config.address(config.grpc_port), config.links.server_credentials)
         await self._server.start()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api
 
     async def check_health(self) -> None:
@@ -74,9 +74,19 @@ class DirectoryReplica:
         await self._tasks.stop()
 
 
-def _api(registry: CollectorRegistry) -> FastAPI:
+def drafters_api(config: DraftersConfig, registry: CollectorRegistry, control: LearnerControl | None) -> ASGIApp:
+    """Return the HTTP application of a pool without verifiers, behind its keys."""
+    app, keys = drafters_app(registry, control), ApiKeys(config.access.api_key_hashes)
+    return ApiKeyMiddleware(app, keys, admin_paths=admin_paths(app.routes), is_private=config.is_private)
+
+
+def drafters_app(registry: CollectorRegistry, control: LearnerControl | None) -> FastAPI:
+    """Return the application with all its doors; `control`: of the pool's learners, if there are any."""
     app = FastAPI(openapi_url=None)
     prepare(app)
+    if control is not None:
+        add_learner_status(app, control)
+        add_learner_actions(app, control)
 
     @app.get("/health")
     async def health() -> Response:

@@ -18,7 +18,7 @@ from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.learner_visits import ANSWER_TIMEOUT_S, LearnerVisits
-from outrider.cluster.replicas.node_address import internal_address
+from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
@@ -108,6 +108,7 @@ class DrafterReplica:
 
     async def __init__(self, config: PoolsConfig, router: Any, pool: str, learner: Any = None) -> None:  # type: ignore[misc]  # Serve awaits it
         """`learner` is the handle of the pool's learner; None: it has none."""
+        config = with_closed_links(config)
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
@@ -137,11 +138,11 @@ class DrafterReplica:
             tensor_transports=transports,
             tensor_store=self._ready.tensor_store,
         )
-        self._servicer = DrafterLinkServicer(self._port, identity)
+        self._servicer = DrafterLinkServicer(self._port, identity, rules=config.control_rules)
         self._endpoint = await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
-            config.links.server_credentials,
+            config.links,
         )
         if self._visits is not None:
             await self._visits.visit_once()  # so that the first draft is already one of the version that serves

@@ -11,7 +11,7 @@ import grpc
 
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.common.background import BackgroundTasks
-from outrider.cluster.common.security import bind
+from outrider.cluster.common.security import LinkTls, bind
 from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
@@ -21,12 +21,13 @@ SERVER_GRACE_S = 0.5
 
 
 async def open_port(
-    host: str, register: Callable[[grpc.aio.Server], None], credentials: grpc.ServerCredentials | None = None
+    host: str, register: Callable[[grpc.aio.Server], None], links: LinkTls
 ) -> tuple[grpc.aio.Server, str]:
-    """Open a gRPC port for our own services, plaintext without credentials; return its server and "host:port"."""
-    server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+    """Open a gRPC port for our own services, plaintext without the links' TLS; return its server and "host:port"."""
+    interceptors = (*links.server_interceptors, MalformedCallInterceptor())
+    server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
     register(server)
-    port = bind(server, f"{host}:0", credentials)
+    port = bind(server, f"{host}:0", links.server_credentials)
     await server.start()
     return server, f"{host}:{port}"
 
@@ -71,10 +72,10 @@ class EngineHost:
         self,
         host: str,
         register: Callable[[grpc.aio.Server], None],
-        credentials: grpc.ServerCredentials | None = None,
+        links: LinkTls | None = None,
     ) -> str:
-        """Open a gRPC port, plaintext without credentials; return its "host:port"."""
-        server, endpoint = await open_port(host, register, credentials)
+        """Open a gRPC port, plaintext without the links' TLS; return its "host:port"."""
+        server, endpoint = await open_port(host, register, links or LinkTls())
         self._exit.push_async_callback(server.stop, SERVER_GRACE_S)
         return endpoint
 

@@ -14,11 +14,12 @@ from ray import serve
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from outrider.cluster.api.access import admin_paths
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVER_OPTIONS, RunningGrpcServer, start_grpc_server
 from outrider.cluster.api.http_server import HttpServer
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
-from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.api.openai.endpoints import Scrape, build_api
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.api.rollouts.doors import TrainerDoors
@@ -27,6 +28,7 @@ from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.security import is_loopback
 from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
@@ -42,7 +44,7 @@ from outrider.cluster.peers.every_gateway import EveryGateway, answers_of
 from outrider.cluster.peers.messages import AskResponse, Kept
 from outrider.cluster.peers.others import GatewayLinkServicer, Others
 from outrider.cluster.replicas.engine_host import SERVER_GRACE_S, open_port
-from outrider.cluster.replicas.node_address import internal_address
+from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
@@ -74,6 +76,7 @@ class GatewayReplica:
         self, config: ServiceConfig, router: Any, learners: Mapping[str, Any], *pools: Any
     ) -> None:
         """`learners`: the handles of the learners, by their pools' names."""
+        config = with_closed_links(config)
         self._drain_timeout_s = config.drain_timeout_s
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._router = RouterClient(router, gateway_id)
@@ -126,10 +129,12 @@ class GatewayReplica:
         )
         self._responses = Responses(gateway_id, self._fetch_response)
         await self._meet_the_others(config, metrics.registry, router)
-        keys = ApiKeys(config.gateway.api_key_hashes)
-        self._grpc_server = await self._serve_grpc(config, keys)
-        self._api = self._application(config, keys, metrics.registry)
-        self._is_encrypted = config.tls is not None
+        self._grpc_server = await self._serve_grpc(config)
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
+        shared = SharedMetrics(metrics.registry, fleet, self._others)
+        self._app = application_of(config, self._trainer_doors(config), shared.scrape, self._responses)
+        # with TLS nothing: Serve's proxies verify no client
+        self._proxied_api = FastAPI(openapi_url=None) if config.tls else self._guarded(config)
         self._http_server = self._serve_http(config)
         tell_phase("ready")
 
@@ -145,7 +150,7 @@ class GatewayReplica:
         self._link_server, endpoint = await open_port(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkServicer(answers), server),
-            config.links.server_credentials,
+            config.links,
         )
         following = self._others.follow(router, endpoint, wants_history=self._gateway.memory is not None)
         self._tasks.start(following, "know the other gateways")
@@ -156,8 +161,9 @@ class GatewayReplica:
         )
         return None if answer is None else answer.payload
 
-    async def _serve_grpc(self, config: ServiceConfig, keys: ApiKeys) -> RunningGrpcServer:
+    async def _serve_grpc(self, config: ServiceConfig) -> RunningGrpcServer:
         """Start the gRPC server, with its interceptors."""
+        keys = ApiKeys(config.gateway.api_key_hashes)
         return await start_grpc_server(
             self._gateway,
             config.address(config.grpc_port),
@@ -175,8 +181,9 @@ class GatewayReplica:
         """Start the HTTP server, unless clients come through Serve's proxies."""
         if not config.listens_itself:
             return None
+        api = self._guarded(config, is_private=is_loopback(config.host))
         server = HttpServer(
-            RequestIdMiddleware(self._api),
+            RequestIdMiddleware(api),
             config.host,
             config.port,
             config.tls,
@@ -185,28 +192,8 @@ class GatewayReplica:
         self._tasks.start(server.run(), "serve HTTP")
         return server
 
-    def _application(self, config: ServiceConfig, keys: ApiKeys, own_metrics: CollectorRegistry) -> ASGIApp:
-        """Return the HTTP application with its middleware."""
-        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
-        metrics = SharedMetrics(own_metrics, fleet, self._others)
-        syntax = reply_syntax_of(config.gateway)
-        app = build_api(
-            self._gateway, self._has_verifier, scrape=metrics.scrape, responses=self._responses, reply_syntax=syntax
-        )
-        if config.verifiers.rollouts:
-            add_trainer_routes(app, self._trainer_doors(config))
-        if config.learning:
-            add_learner_status(app, self._learners)
-            add_learner_actions(app, self._learners)
-        api: ASGIApp = app
-        if self._tracing is not None:
-            api = self._tracing.middleware(api)
-        if keys:
-            api = ApiKeyMiddleware(api, keys)
-        if config.gateway.allowed_origins:  # outside the keys: a browser asks before it may show one
-            origins = list(config.gateway.allowed_origins)
-            api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        return api
+    def _guarded(self, config: ServiceConfig, *, is_private: bool = False) -> ASGIApp:
+        return guarded(self._app, config.gateway, self._tracing, is_private=is_private)
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
         return TrainerDoors(
@@ -219,10 +206,8 @@ class GatewayReplica:
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return what Serve's proxies serve, where there are any; with TLS nothing: they verify no client."""
-        if self._is_encrypted:
-            return FastAPI(openapi_url=None)
-        return RequestIdMiddleware(self._api, is_echoed_by_proxy=True)
+        """Return what Serve's proxies serve, where there are any: they listen where Serve's options say."""
+        return RequestIdMiddleware(self._proxied_api, is_echoed_by_proxy=True)
 
     async def _has_verifier(self) -> bool:
         snapshot = self._router.snapshot
@@ -297,6 +282,31 @@ def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
     return Tracing(
         otlp_provider(options.otlp_traces_endpoint, sample_ratio=options.trace_sample_ratio, replica=replica)
     )
+
+
+def application_of(
+    config: ServiceConfig, doors: TrainerDoors, scrape: Scrape | None = None, responses: Responses | None = None
+) -> FastAPI:
+    """Return the HTTP application of a gateway, with all its doors."""
+    syntax = reply_syntax_of(config.gateway)
+    app = build_api(doors.gateway, doors.is_healthy, scrape=scrape, responses=responses, reply_syntax=syntax)
+    if config.verifiers.rollouts:
+        add_trainer_routes(app, doors)
+    if config.learning:
+        add_learner_status(app, doors.learners)
+        add_learner_actions(app, doors.learners)
+    return app
+
+
+def guarded(app: FastAPI, options: GatewayOptions, tracing: Tracing | None = None, *, is_private: bool) -> ASGIApp:
+    """Return an application behind its middleware; `is_private`: only this machine's programs reach it."""
+    api: ASGIApp = app if tracing is None else tracing.middleware(app)
+    keys = ApiKeys(options.api_key_hashes)
+    api = ApiKeyMiddleware(api, keys, admin_paths=admin_paths(app.routes), is_private=is_private)
+    if options.allowed_origins:  # outside the keys: a browser asks before it may show one
+        origins = list(options.allowed_origins)
+        api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return api
 
 
 def model_info(

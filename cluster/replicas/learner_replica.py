@@ -15,6 +15,7 @@ from outrider.cluster.config.placement import LEARNER_CPUS
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.drafter_service.learning.folder_lock import require_free
 from outrider.drafter_service.learning.messages import (
     FROM_LEARNER,
     Action,
@@ -142,7 +143,8 @@ class LearnerReplica:
         )
         self._desk = LearnerDesk(self._host.send, spec.settings)
         self._is_started = False
-        Path(spec.folder).mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is known at once
+        # one that cannot be written, or is another learner's, is known at once
+        await asyncio.to_thread(require_free, Path(spec.folder))
         ranks = RankActors(
             spec,
             placement.num_ranks,

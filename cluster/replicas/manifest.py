@@ -36,7 +36,7 @@ def check_manifest(text: str) -> list[str]:
         raise ValueError(f"applications: none has the import_path {IMPORT_PATH}")
     for application in ours:
         try:
-            _check(application, proxy_port=_proxy_port(schema))
+            _check(application, schema)
         except (OptionsError, TypeError, ValueError) as error:  # TypeError: an unknown keyword of a policy
             raise ValueError(f"application {application.name}: {error}") from error
     return [application.name for application in ours]
@@ -62,9 +62,11 @@ def _proxy_port(schema: ServeDeploySchema) -> int | None:
     return None if schema.proxy_location is ProxyLocation.Disabled else schema.http_options.port
 
 
-def _check(application: ServeApplicationSchema, proxy_port: int | None) -> None:
+def _check(application: ServeApplicationSchema, schema: ServeDeploySchema) -> None:
+    config, proxy_port = ServiceConfig(**with_api_key_hashes(application.args, os.environ)), _proxy_port(schema)
+    if proxy_port is not None:
+        config.require_admin(f"http_options: host {schema.http_options.host}, port {proxy_port},")
     build_app(dict(application.args))
-    config = ServiceConfig(**with_api_key_hashes(application.args, os.environ))
     if config.listens_itself and config.port == proxy_port:
         raise ValueError(f"port: gateways and Serve's proxy would share {proxy_port}; set proxy_location: Disabled")
     learners = {learner_deployment(name): pool.learner for name, pool in config.learning.items()}

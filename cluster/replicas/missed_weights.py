@@ -1,4 +1,4 @@
-"""A verifier that started after the fleet took new weights takes them from their folder."""
+"""What a verifier missed that the fleet was told before it started, or while it did not answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,51 @@ import logging
 import uuid
 from collections.abc import Callable
 
-from outrider.cluster.router.fleet import FleetWeights
+from outrider.cluster.router.fleet import FleetPause, FleetWeights
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.messages.engine import EngineLoad, UpdateWeights
+from outrider.verifier_service.messages.engine import (
+    ContinueGeneration,
+    EngineLoad,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+)
 
 logger = logging.getLogger(__name__)
 RETRY_S = 10.0  # after the weights could not be read
 
 
+class MissedPause:
+    """Pauses or goes on as the fleet does. Until then the router gives the verifier no request."""
+
+    def __init__(self, control: ControlTable) -> None:
+        self._control = control
+        self._missed: asyncio.Queue[FleetPause] = asyncio.Queue()
+
+    def follow(self, pause: FleetPause | None) -> None:
+        """Note what a directive names."""
+        if pause is not None and self._missed.empty():
+            self._missed.put_nowait(pause)
+
+    async def take_forever(self) -> None:
+        """Follow the orders that were missed; the engine knows which of them is the newest.
+
+        Raises `ConnectionError` with the engine's end.
+        """
+        while True:
+            pause, call_id = await self._missed.get(), uuid.uuid4().hex
+            order: PauseGeneration | ContinueGeneration = ContinueGeneration(call_id=call_id, asked_s=pause.asked_s)
+            if pause.is_paused:
+                order = PauseGeneration(
+                    call_id=call_id, mode=PauseMode.KEEP, lease_s=pause.lease_left_s, asked_s=pause.asked_s
+                )
+            result = await self._control.call(order)
+            if result.error is not None:
+                logger.warning("the fleet's pause cannot be followed: %s", result.error)
+
+
 class MissedWeights:
-    """Follows the router's directives. Until then the router gives the verifier no request."""
+    """Takes the weights that the fleet took. Until then the router gives the verifier no request."""
 
     def __init__(
         self, control: ControlTable, load: Callable[[], EngineLoad | None], *, retry_s: float = RETRY_S

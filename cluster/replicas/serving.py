@@ -93,14 +93,16 @@ def running_service(
     `on_phase` gets each phase of the start, in words for the operator. `build` makes the application.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for tls in (config.tls, config.links.tls):
-        if tls is not None:
-            tls.check()
+    if config.tls is not None:
+        config.tls.check()
+    config.links.check()
     if isinstance(config, ServiceConfig):
         config = config.with_options(own_listener=True)  # Serve's proxy costs as much as a gateway
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
+        if isinstance(config, DraftersConfig):
+            config = config.with_options(own_proxy=True)
         config = fit_drafting(config, num_cores=usable_cores())
     on_phase(f"fetching {config.model.name}")
     fetch_models(config)

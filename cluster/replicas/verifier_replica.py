@@ -18,8 +18,8 @@ from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
-from outrider.cluster.replicas.missed_weights import MissedWeights
-from outrider.cluster.replicas.node_address import internal_address
+from outrider.cluster.replicas.missed_weights import MissedPause, MissedWeights
+from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors, RankMain
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
@@ -61,6 +61,7 @@ class VerifierReplica:
         self, config: ServiceConfig, router: Any, role: VerifierRole, main: RankMain | None = None
     ) -> None:
         """`main`: what the ranks run; None: the configuration's engine."""
+        config = with_closed_links(config)
         self._host = EngineHost(
             on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
         )
@@ -89,6 +90,7 @@ class VerifierReplica:
         self._table = RequestTable(self._send, max_running=config.max_num_seqs)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
+        self._missed_pause = MissedPause(self._control)
         main = verifier_main(config, internal_address(config.links)) if main is None else main
         self._drafters = await self._start_engine(config, main)
         self._host.on_close(self._drafters.close)
@@ -97,12 +99,13 @@ class VerifierReplica:
         self._endpoint = await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
-                VerifierLinkServicer(self._table, self._control, self._handovers), server
+                VerifierLinkServicer(self._table, self._control, self._handovers, config.control_rules), server
             ),
-            config.links.server_credentials,
+            config.links,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
         self._host.tasks.start(self._missed.take_forever(), "take the fleet's weights")
+        self._host.tasks.start(self._missed_pause.take_forever(), "follow the fleet's pause")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
@@ -133,7 +136,7 @@ class VerifierReplica:
         return await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_DrafterDirectoryServicer_to_server(servicer, server),
-            config.links.server_credentials,
+            config.links,
         )
 
     def _send(self, message: bytes | Cancel) -> None:
@@ -181,6 +184,7 @@ class VerifierReplica:
         if directive.moves_one:
             self._hand_over(max_held=1)
         self._missed.follow(directive.weights)
+        self._missed_pause.follow(directive.pause)
         await self._drafters.follow(directive)
 
     def _report(self, load: EngineLoad) -> VerifierReport:

@@ -77,6 +77,11 @@ class VerifierReport:
         """Return whether it draws tokens from these weights, all of them."""
         return self.load.weights_error is None and (weights is None or self.load.weight_version == weights.version)
 
+    def follows(self, pause: FleetPause | None) -> bool:
+        """Return whether it runs steps where the fleet does, and none where the fleet is paused."""
+        is_behind = pause is not None and self.load.pause_asked_s < pause.asked_s
+        return pause is None or not is_behind or self.load.is_paused == pause.is_paused
+
     @property
     def num_bad_frames(self) -> int:
         """Drafters' frames that its links or its engine could not read."""
@@ -138,6 +143,35 @@ class FleetWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPause:
+    """A trainer's last order to pause or to go on, which holds for verifiers that join later, too."""
+
+    asked_s: float  # its number, in Unix seconds
+    is_paused: bool
+    lease_left_s: float | None = None  # None: until a trainer says so
+
+    @classmethod
+    def of(cls, load: EngineLoad) -> FleetPause | None:
+        """Return the order that a verifier has followed last; None: it has heard none."""
+        if load.pause_asked_s == 0.0:
+            return None
+        return cls(asked_s=load.pause_asked_s, is_paused=load.is_paused, lease_left_s=load.pause_left_s)
+
+    def replaces(self, other: FleetPause | None) -> bool:
+        """Return whether it is a newer order, or the same one where the other verifier did not pause yet."""
+        return other is None or (self.asked_s, self.is_paused) > (other.asked_s, other.is_paused)
+
+    def after(self, seconds: float) -> FleetPause:
+        """Return what holds of it so many seconds later."""
+        if not self.is_paused or self.lease_left_s is None:
+            return self
+        left_s = self.lease_left_s - seconds
+        if left_s > 0.0:
+            return dataclasses.replace(self, lease_left_s=left_s)
+        return dataclasses.replace(self, is_paused=False, lease_left_s=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """The router's answer to a verifier's report."""
 
@@ -147,6 +181,7 @@ class Directive:
     default_plan: SpeculationPlan
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
     weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
+    pause: FleetPause | None = None  # an order that it has missed
     has_taker: bool = False  # another verifier could take its requests over
     moves_one: bool = False  # requests wait there, and another verifier has room: hand a running one over
 
@@ -197,6 +232,7 @@ class FleetSnapshot:
     placements: tuple[PlacementCount, ...] = ()
     learners: tuple[LearnerStatus, ...] = ()  # of the pools whose drafters learn while they serve
     is_stopping: bool = False  # the service takes no new requests
+    pause: FleetPause | None = None  # a trainer's last order to pause or to go on; None: there was none
 
     def with_counts(
         self, decisions: Mapping[tuple[str, str], int], placements: Mapping[PlacementReason, int]

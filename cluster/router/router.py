@@ -17,6 +17,7 @@ from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
     DrafterState,
+    FleetPause,
     FleetSnapshot,
     FleetWeights,
     RouterPolicy,
@@ -46,6 +47,8 @@ class RouterCore:
         self._learners: dict[str, tuple[float, LearnerStatus]] = {}  # of each pool that has one, when it reported
         self._tallies: dict[str, Tally] = {}  # of each gateway, for good: counters do not fall
         self._decisions: Counter[tuple[str, str]] = Counter()  # that changed earlier ones
+        self._pause: FleetPause | None = None  # the last order that a verifier told of, and when
+        self._pause_told_s = 0.0
         self._started_s: float | None = None  # time of the first report
         self._looked_s = -math.inf
         self._heard_ids: set[str] = set()  # replicas that reported or left since the start; empty once it knows all
@@ -77,6 +80,7 @@ class RouterCore:
             default_plan=decision.default_plan,
             drafters=links,
             weights=self._missed_weights(report),
+            pause=self._missed_pause(report, now_s),
             has_taker=bool(takers),
             moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self._policy.move_after_s,
         )
@@ -86,6 +90,21 @@ class RouterCore:
         weights = FleetWeights.of(known.state.report for known in self._verifiers.values())
         is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
         return weights if is_behind else None
+
+    def _missed_pause(self, report: VerifierReport, now_s: float) -> FleetPause | None:
+        """Return the fleet's last order to pause or to go on if the verifier does otherwise.
+
+        It outlives the verifiers that have followed it: the only one may be started again.
+        """
+        told = FleetPause.of(report.load)
+        if told is not None and told.replaces(self._pause):
+            self._pause, self._pause_told_s = told, now_s
+            self._changes.note()
+        pause = self._pause_at(now_s)
+        return None if report.follows(pause) else pause
+
+    def _pause_at(self, now_s: float) -> FleetPause | None:
+        return None if self._pause is None else self._pause.after(now_s - self._pause_told_s)
 
     def _takers(self, report: VerifierReport) -> list[VerifierState]:
         """Return the other verifiers that take requests, and have the weights that a verifier's KV is of."""
@@ -225,6 +244,7 @@ class RouterCore:
             decided_at_s=now_s,
             learners=tuple([status for _, status in self._learners.values()]),
             is_stopping=self._is_stopping,
+            pause=self._pause_at(now_s),
         )
         return fleet.with_counts(tally.decisions, tally.placements)
 

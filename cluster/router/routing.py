@@ -56,13 +56,14 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     policy = policy or RouterPolicy()
     accepting = [state for state in snapshot.verifiers if not state.report.draining]
     weights = FleetWeights.of(state.report for state in snapshot.verifiers)
-    current = [state for state in accepting if state.report.serves(weights)]
+    known = [state for state in accepting if state.report.follows(snapshot.pause)]
+    current = [state for state in known if state.report.serves(weights)]
     eligible = [state for state in current if state.report.verifier_id not in ask.excluded_verifier_ids]
     if not eligible:
         raise NoVerifierError(
             f"no verifier for request {ask.request_id!r}: {len(snapshot.verifiers)} known, "
-            f"{len(snapshot.verifiers) - len(accepting)} draining, {len(accepting) - len(current)} with other weights "
-            f"than the fleet's, {len(current) - len(eligible)} excluded by the request"
+            f"{len(snapshot.verifiers) - len(accepting)} draining, {len(accepting) - len(current)} that have not "
+            f"followed the fleet's weights or pause, {len(current) - len(eligible)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     for_decode = [state for state in eligible if state.report.role is not VerifierRole.PREFILL]

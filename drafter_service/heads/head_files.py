@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, WeightError
+from outrider.verifier_service.model.weights import INDEX_NAME, Checkpoint, StateDictSource, TensorSource, WeightError
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -173,8 +173,17 @@ def _unpickled(folder: Path) -> dict[str, torch.Tensor]:
 def _pickled_files(folder: Path) -> list[Path]:
     index = folder / _PICKLED_INDEX
     if index.is_file():
-        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if strange := next((name for name in names if Path(name).name != name), None):
+            raise WeightError(f"{folder}: {_PICKLED_INDEX} names {strange!r}, which is no file of its folder")
+        return [folder / name for name in names]
     return next((found for pattern in _PICKLED if (found := sorted(folder.glob(pattern)))), [])
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's files that its weights and settings are read from."""
+    patterns = (CONFIG_NAME, "*.safetensors", INDEX_NAME, *_PICKLED, _PICKLED_INDEX)
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ from outrider.drafter_service.learning.shelf import Shelf
 from outrider.drafter_service.learning.study import Study
 from outrider.drafter_service.learning.verdict import MAX_TRIAL_ROUNDS, MAX_WATCH_ROUNDS, Score, Trial, Verdict
 from outrider.drafter_service.learning.version_tally import VersionTally
+from outrider.verifier_service.folders import require_below
 
 MAX_REFUSALS = 3  # in a row; then training begins anew from what serves
 MAX_TEXT_TOKENS = 500_000  # that a new drafter remembers: as many as a suffix tree has room for
@@ -58,8 +59,14 @@ class Learner:
         brings_texts: bool,
         clock: Callable[[], float],
         cpu_clock: Callable[[], float],
+        export_root: Path,
+        weights_root: str | None = None,
     ) -> None:
-        """Without `study` there are no weights to train. `brings_texts`: new drafters are brought the kept texts."""
+        """Without `study` there are no weights to train. `brings_texts`: new drafters are brought the kept texts.
+
+        Exports lie below `export_root`, what is published by hand below `weights_root`; None: anywhere.
+        """
+        self._export_root, self._weights_root = export_root, weights_root
         self._pool, self._shelf, self._reservoir, self._study = pool, shelf, reservoir, study
         self._settings, self._brings_texts = settings, brings_texts
         self._clock, self._cpu_clock = clock, cpu_clock
@@ -351,22 +358,27 @@ class Learner:
         """Serve a folder without trial; it is watched like any other."""
         if self._study is None:
             raise ValueError("this pool's drafters look tokens up: they have no weights")
-        self._study.require_alike(folder)
+        study = self._study
+        if self._weights_root is not None:
+            require_below(str(folder), self._weights_root, "folder")
+        version = self._shelf.add(lambda fresh: study.take(folder, fresh))
         self._give_up("another version was published by hand")
         self._has_begun, self._num_steps_left = False, None  # the next candidate is trained from what serves then
-        version = self._shelf.add(lambda fresh: _copy(folder, fresh))
         self._publish(version, f"{version.name} serves: published by hand")
         return f"{version.name} serves, and is watched"
 
     def _export(self, folder: Path) -> str:
         if self._study is None:
             raise ValueError("this pool's drafters look tokens up: they have no weights")
-        if folder.exists():
-            raise ValueError(f"{folder} exists")
+        root = self._export_root.resolve()
+        to = (root / folder).resolve()
+        if to == root or not to.is_relative_to(root):
+            raise ValueError(f"folder: {folder} does not lie below {root}, the learner's export_root")
+        if to.exists():
+            raise ValueError(f"{to} exists")
         serving = self._shelf.serving
-        _copy(Path(serving.folder) if serving.folder else self._study.first_folder(), folder)
-        return f"{serving.name} was copied to {folder}"
-
-
-def _copy(folder: Path, to: Path) -> None:
-    shutil.copytree(folder, to)
+        partial = to.with_name(f".{to.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was broken off
+        shutil.copytree(serving.folder or self._study.first_folder(), partial)
+        partial.rename(to)
+        return f"{serving.name} was copied to {to}"

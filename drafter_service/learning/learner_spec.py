@@ -18,6 +18,8 @@ class LearnerSpec:
     drafter: DrafterSpec
     pool: str
     folder: str  # of the versions, which this learner alone uses
+    export_root: str  # below which exports are written
+    weights_root: str | None = None  # below which what is published by hand must lie; None: anywhere
     settings: LearnerSettings = field(default_factory=LearnerSettings)
     max_bytes: int = 1 << 30  # of the reservoir
     device: str = "auto"

@@ -82,6 +82,9 @@ class PupilMaker:
             raise
         except Exception as error:  # whatever is wrong with the folder
             raise WeightError(f"{folder}: {error}") from error
+        for loaded_name, tensor in loaded.module.state_dict().items():
+            if not bool(tensor.isfinite().all()):
+                raise WeightError(f"{folder}: {loaded_name!r} has values that are no numbers")
         if self.method is Method.DRAFT_MODEL:
             ours, theirs = (_shapes(student.module) for student in (served, loaded))
             name = next((name for name in sorted(ours.keys() | theirs) if ours.get(name) != theirs.get(name)), None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.drafter_service.learning.folder_lock import own_folder
 from outrider.drafter_service.learning.learner import Learner
 from outrider.drafter_service.learning.learner_spec import LearnerSpec
 from outrider.drafter_service.learning.messages import (
@@ -51,10 +52,11 @@ def run_learner_rank(spec: LearnerSpec, rank: RankSpec) -> None:
     device = resolve_device(spec.device)
     torch.set_num_threads(spec.num_threads)
     shell = connect(rank.shell_address)
-    learner = build_learner(spec, device)
-    shell.send_bytes(encode(LearnerReady(serving=learner.orders.serving)))
-    tell_phase("ready")
-    LearnerLoop(learner, shell, clock=time.monotonic, yields=device.type == "cpu").run()
+    with own_folder(Path(spec.folder)):
+        learner = build_learner(spec, device)
+        shell.send_bytes(encode(LearnerReady(serving=learner.orders.serving)))
+        tell_phase("ready")
+        LearnerLoop(learner, shell, clock=time.monotonic, yields=device.type == "cpu").run()
 
 
 def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
@@ -73,6 +75,8 @@ def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
         brings_texts=any(method in MODEL_FREE for method in speculative.all_methods),
         clock=time.monotonic,
         cpu_clock=time.process_time,
+        export_root=Path(spec.export_root),
+        weights_root=spec.weights_root,
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.drafter_service.learning.messages import FIRST_VERSION, DrafterVersion
+from outrider.verifier_service.folders import sync
 
 NUM_KEPT = 3  # versions that served, beside the pool's own
 MAX_FATES = 32  # versions that status tells of
@@ -43,7 +44,7 @@ class ShelfState:
 
 
 class Shelf:
-    """The versions in one folder, which no other process uses."""
+    """The versions in one folder, which no other process uses: see `own_folder`."""
 
     def __init__(self, folder: Path, origin: str = "") -> None:
         """Read the folder, if there is one, and remove what is half written. Raises `ValueError` for a bad state.
@@ -102,6 +103,7 @@ class Shelf:
         fresh = self._versions / f".{name}.fresh"
         try:
             write(fresh)
+            sync(fresh)
             fresh.rename(self._versions / name)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)

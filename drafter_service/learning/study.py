@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from outrider.drafter_service.heads.head_files import weight_files
 from outrider.drafter_service.learning.judging import HeldOut, judge
 from outrider.drafter_service.learning.pupils import PupilMaker
 from outrider.drafter_service.learning.reservoir import Kept, reward_weights
@@ -20,6 +22,8 @@ from outrider.drafter_service.training.precision import half_precision
 from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.trainer import MAX_GRAD_NORM, PupilOptimizers
+from outrider.verifier_service.folders import copy_plain
+from outrider.verifier_service.model.weights import WeightError
 
 ROWS, WINDOW = 8, 256  # of a step: seconds on a core for a small drafter
 MATRIX_LR = 0.04  # of Muon, for a new head: `DistilOptions.matrix_lr`
@@ -47,8 +51,11 @@ class Study(Protocol):
     def judge(self, folder: Path, serving: Path | None, kept: Sequence[Kept]) -> tuple[HeldOut, HeldOut]:
         """Measure a folder's weights and those that serve on held-out samples."""
 
-    def require_alike(self, folder: Path) -> None:
-        """Raise `ValueError` unless the pool's drafters can take a folder's weights."""
+    def take(self, folder: Path, to: Path) -> None:
+        """Copy a folder's weights, and no other file of it, into a new one.
+
+        Raises `ValueError` unless the pool's drafters can take the copies.
+        """
 
     def first_folder(self) -> Path:
         """Return the folder that the pool started from."""
@@ -121,8 +128,16 @@ class PupilStudy:
     def judge(self, folder: Path, serving: Path | None, kept: Sequence[Kept]) -> tuple[HeldOut, HeldOut]:
         return self._measure(folder, kept), self._measure(serving or self.first_folder(), kept)
 
-    def require_alike(self, folder: Path) -> None:
-        self._maker.require_alike(self._maker.load(self.first_folder())[0], folder)
+    def take(self, folder: Path, to: Path) -> None:
+        if not folder.is_dir():
+            raise WeightError(f"there is no folder {folder}")
+        to.mkdir()
+        copy_plain(weight_files(folder), folder, to)
+        first = self.first_folder()
+        self._maker.require_alike(self._maker.load(first)[0], to)
+        for path in first.iterdir():  # its tokenizer, where it has one
+            if path.is_file() and not (to / path.name).exists() and path.name not in weight_files(first):
+                shutil.copyfile(path, to / path.name)
 
     def first_folder(self) -> Path:
         return self._maker.first_folder()

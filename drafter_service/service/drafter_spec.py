@@ -35,6 +35,7 @@ class DrafterSpec:
     sampling_seed: int | None = None  # for unseeded drafts; None: from the operating system
     tensor_host: str = ""  # address for channels of hidden states; "": they arrive in frames
     check_integrity: bool = False  # after every step: for tests
+    takes_orders: bool = True  # its weights may change; not in a service without a trainer and a learner
     learn_num_top: int = 0  # as in `DraftNeeds.num_top`, for the pool's learner; 0: none
 
     @property

@@ -198,7 +198,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         clock=time.monotonic,
         check_integrity=spec.check_integrity,
         store=store,
-        control=DrafterControl(engine, weights, learning),
+        control=DrafterControl(engine, weights, learning) if spec.takes_orders else None,
         learning=learning,
     ).run()
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from outrider.proto.link_pb2 import Frame
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.links.control_table import serve_control
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import Control, ControlResult
@@ -127,8 +128,16 @@ class _Stream:
 class DrafterLinkServicer:
     """Serves `outrider.link.v1.DrafterLink`; register it with `add_DrafterLinkServicer_to_server`."""
 
-    def __init__(self, port: EnginePort, identity: DrafterIdentity, config: LinkServiceConfig | None = None) -> None:
+    def __init__(
+        self,
+        port: EnginePort,
+        identity: DrafterIdentity,
+        config: LinkServiceConfig | None = None,
+        rules: ControlRules = NO_ORDERS,
+    ) -> None:
+        """`rules`: of `Control`."""
         self.counters = ServiceCounters()
+        self._rules = rules
         self._port = port
         self._identity = identity
         self._config = config or LinkServiceConfig()
@@ -154,7 +163,7 @@ class DrafterLinkServicer:
 
     async def Control(self, frame: Frame, context: Any) -> Frame:
         """Serve one call of a trainer's, by way of a gateway."""
-        return await serve_control(self._port.control, frame, context)
+        return await serve_control(self._port.control, self._rules, frame, context)
 
     async def _handshake(self, context: Any) -> Hello:
         """Read and check the first frame; a stream without a matching `Hello` ends here."""

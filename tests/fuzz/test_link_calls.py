@@ -25,6 +25,7 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
 from outrider.verifier_service.messages.engine import (
@@ -227,7 +228,7 @@ class SteppedEngine:
 async def serving_engine() -> AsyncIterator[grpc.aio.Channel]:
     engine = SteppedEngine()
     stepping = asyncio.create_task(engine.run())
-    async with serving(VerifierLinkServicer(engine.table, engine.control)) as channel:
+    async with serving(VerifierLinkServicer(engine.table, engine.control, rules=ControlRules(is_open=True))) as channel:
         yield channel
     assert not stepping.done(), "the step loop has ended"
     stepping.cancel()

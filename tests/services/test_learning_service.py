@@ -159,8 +159,10 @@ def test_operators_are_answered_and_a_copy_of_what_serves_can_be_had(service: Li
         answer = httpx.post(f"{service.base_url}{PATH}/{action}", timeout=60.0)
         assert answer.status_code == 200, answer.text
         wait_for(lambda expected=phase: (status(service)["phase"] == "paused") == (expected == "paused"), WAIT_S)
-    copy = tmp_path / "copy"
-    answer = httpx.post(f"{service.base_url}{PATH}/export", json={"folder": str(copy)}, timeout=60.0)
+    copy = Path(service.config.learner_folder(service.config.pools["default"])) / "exports" / "copy"
+    beyond = httpx.post(f"{service.base_url}{PATH}/export", json={"folder": str(tmp_path / "copy")}, timeout=60.0)
+    assert (beyond.status_code, (tmp_path / "copy").exists()) == (400, False)
+    answer = httpx.post(f"{service.base_url}{PATH}/export", json={"folder": "copy"}, timeout=60.0)
     assert answer.status_code == 200, answer.text
     exported, first = load_file(copy / "model.safetensors"), load_file(embedded.draft_path() / "model.safetensors")
     assert exported.keys() == first.keys()

@@ -1,21 +1,28 @@
-"""The whole service with mutual TLS on every port and link, and API keys."""
+"""The whole service with mutual TLS on every port and link, and API keys; and with links that show a secret."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
+import ray
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from outrider.cluster.api.grpc_api import SERVICE_NAME
 from outrider.cluster.common.api_keys import hash_api_key
+from outrider.cluster.common.security import MIN_SECRET_CHARS
+from outrider.cluster.replicas.node_address import cluster_secret
+from outrider.drafter_service import embedded
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc, link_pb2, link_pb2_grpc
+from outrider.verifier_service.messages.engine import PauseGeneration
+from outrider.verifier_service.messages.wire import encode
 from services.certificates import Certificates
 from services.live_service import LiveService, SharedRay
 
@@ -136,3 +143,34 @@ def test_links_are_closed_to_peers_without_their_certificate(service: LiveServic
     with grpc.insecure_channel(verifier.report.endpoint) as plaintext, pytest.raises(grpc.RpcError) as raised:
         list(link_pb2_grpc.VerifierLinkStub(plaintext).Serve(iter([link_pb2.Frame()]), timeout=20))
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_links_that_show_a_secret_carry_drafts_and_orders_and_nobody_else_is_let_in(
+    shared_ray: SharedRay, tmp_path: Path
+):
+    """The orders of a trainer, who on this machine needs no key; beyond it the cluster keeps such a secret."""
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef" * 2)
+    folder = str(embedded.target_path())
+    service = shared_ray.service(link_secret_file=str(file), rollouts=True, weights_root=folder)
+    assert len(cluster_secret()) >= 2 * MIN_SECRET_CHARS
+    elsewhere = ray.remote(num_cpus=0)(cluster_secret).remote()
+    assert ray.get(elsewhere, timeout=60.0) == cluster_secret(), "the first one is kept for all processes"
+    snapshot = service.call("Router", "snapshot")
+    verifier, drafter = snapshot.verifiers[0].report.endpoint, snapshot.drafters[0].report.endpoint
+    order = link_pb2.Frame(payload=encode(PauseGeneration(call_id="stranger")))
+    for address, stub in ((verifier, link_pb2_grpc.VerifierLinkStub), (drafter, link_pb2_grpc.DrafterLinkStub)):
+        with (
+            grpc.insecure_channel(address) as channel,
+            pytest.raises(grpc.RpcError, match="show their secret") as raised,
+        ):
+            stub(channel).Control(order, timeout=20)
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with httpx.Client(base_url=service.base_url, timeout=60.0) as http:
+        update = {"model_path": folder, "weight_version": "7"}
+        assert http.post("/update_weights_from_disk", json=update).status_code == 200
+        assert http.get("/get_weight_version").json() == {"weight_version": "7"}
+        elsewhere = http.post("/update_weights_from_disk", json={"model_path": str(tmp_path)})
+        assert (elsewhere.status_code, "does not lie below" in elsewhere.text) == (400, True)
+        page = http.post("/pause", headers={"origin": "https://evil.example"})
+        assert (page.status_code, http.get("/is_paused").json()) == (403, {"is_paused": False})

@@ -75,10 +75,11 @@ class Loop(LoopThread):
         make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
         change_weights: Callable[[WeightChange], int] | None = None,
         change_draft: Callable[[UpdateDraftWeights], ControlResult] | None = None,
+        takes_orders: bool = True,
     ) -> None:
         super().__init__()
         self.clock = clock
-        self._change_weights, self._change_draft = change_weights, change_draft
+        self._change_weights, self._change_draft, self._takes_orders = change_weights, change_draft, takes_orders
         self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
@@ -107,6 +108,7 @@ class Loop(LoopThread):
             check_integrity=True,
             change_weights=self._change_weights,
             change_draft=self._change_draft,
+            takes_orders=self._takes_orders,
         ).run()
 
     def say(self, *messages: Any) -> None:

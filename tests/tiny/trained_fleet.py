@@ -32,6 +32,7 @@ from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.replicas.engine_shell import EngineShell
+from outrider.cluster.replicas.missed_weights import MissedPause
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.router.fleet import RouterPolicy, VerifierReport
 from outrider.proto import link_pb2_grpc
@@ -39,6 +40,7 @@ from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
@@ -65,6 +67,8 @@ class TinyVerifier:
         self._shell = EngineShell(near, FROM_ENGINE, on_message=self._hear, on_failure=lambda _: None)
         self.table, self.control = RequestTable(self._shell.send), ControlTable(self._shell.send)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._pause = MissedPause(self.control)
+        self._following: asyncio.Task[None] | None = None
         self.error: BaseException | None = None
         self._running: set[str] = set()
         self._reporting = asyncio.create_task(self._report_forever())
@@ -76,12 +80,13 @@ class TinyVerifier:
         return len(self._running)
 
     async def start(self) -> None:
-        servicer = VerifierLinkServicer(self.table, self.control)
+        servicer = VerifierLinkServicer(self.table, self.control, rules=ControlRules(is_open=True))
         link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, self._server)
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         self._shell.start()
         self._thread.start()
+        self._following = asyncio.create_task(self._pause.take_forever())
 
     def _run(self, pipe: Any) -> None:
         links = RelayDraftClient()
@@ -114,12 +119,16 @@ class TinyVerifier:
 
     async def _report_forever(self) -> None:
         while True:
-            await self._router.report_verifier(await self._reports.get())
+            directive = await self._router.report_verifier(await self._reports.get())
+            self._pause.follow(directive.pause)
 
     async def stop(self) -> None:
         """End as a killed replica does."""
         self._reporting.cancel()
         await self._router.remove(self.verifier_id)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self._server.stop(grace=None)
         self._shell.close()
         await asyncio.to_thread(self._thread.join)

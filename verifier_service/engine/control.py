@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -22,6 +24,8 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
 
+logger = logging.getLogger(__name__)
+
 ChangeWeights = Callable[[WeightChange], int]  # see `RankWeights.change`
 ChangeDraft = Callable[[UpdateDraftWeights], ControlResult]  # of the drafter in the engine's process
 Message = TypeVar("Message")
@@ -36,9 +40,16 @@ class EngineControl:
         engine: VerifierEngine,
         change_weights: ChangeWeights | None = None,
         change_draft: ChangeDraft | None = None,
+        *,
+        takes_orders: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process."""
+        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process.
+
+        `takes_orders`: a trainer is served; otherwise every call is refused.
+        """
         self._engine, self._change_weights, self._change_draft = engine, change_weights, change_draft
+        self.takes_orders, self._clock = takes_orders, clock
         self._waiting: PauseGeneration | None = None  # a pause that begins when all requests have finished
         self._held: dict[str, GenerationRequest] = {}
         self._results: list[ControlResult] = []
@@ -65,7 +76,14 @@ class EngineControl:
         self._held.pop(request_id, None)
 
     def settle(self) -> list[RequestOutput]:
-        """Begin the pause that waited for requests once all have finished; return refusals of those held back."""
+        """Begin the pause that waited for requests once all have finished; end one whose lease is over.
+
+        Return refusals of requests that were held back.
+        """
+        ends_s = self._engine.pause_ends_s
+        if ends_s is not None and self._clock() >= ends_s:
+            logger.warning("generation goes on: nobody has renewed the lease of its pause")
+            return self._go_on("its lease is over")
         if self._waiting is None or self._engine.has_work():
             return []
         call, self._waiting = self._waiting, None
@@ -75,6 +93,9 @@ class EngineControl:
 
     def handle(self, message: Control) -> list[RequestOutput]:
         """Do what a message asks; return outputs of requests. Call it between two steps, with none in flight."""
+        if not self.takes_orders:
+            self._answer(message.call_id, "this engine is not for rollouts: it takes no orders")
+            return []
         match message:
             case PauseGeneration():
                 return self._pause(message)
@@ -91,8 +112,19 @@ class EngineControl:
                 return []
         return self._change(message)
 
+    def _is_old(self, message: PauseGeneration | ContinueGeneration) -> bool:
+        """Return whether a newer order was followed already; note the number of one that was not."""
+        if 0.0 < message.asked_s <= self._engine.pause_asked_s:
+            self._answer(message.call_id)
+            return True
+        self._engine.pause_asked_s = message.asked_s or self._engine.pause_asked_s
+        return False
+
     def _pause(self, message: PauseGeneration) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
+        if self._is_old(message):
+            return outputs
+        self._engine.pause_ends_s = None if message.lease_s is None else self._clock() + message.lease_s
         if message.mode is PauseMode.WAIT and not self._engine.is_paused:
             refused = self._stop_waiting(f"a newer call, {message.call_id!r}, waits for the requests")
             self._waiting = message
@@ -111,9 +143,16 @@ class EngineControl:
         if self._num_missing:
             self._answer(message.call_id, f"an update of the weights is half here: {self._num_missing} tensors missing")
             return []
-        self._engine.is_paused = False
+        if self._is_old(message):
+            return []
+        outputs = self._go_on("generation was continued")
         self._answer(message.call_id)
-        return self._stop_waiting("generation was continued")
+        return outputs
+
+    def _go_on(self, reason: str) -> list[RequestOutput]:
+        """Run steps again; return refusals of requests that were held back."""
+        self._engine.is_paused, self._engine.pause_ends_s = False, None
+        return self._stop_waiting(reason)
 
     def _stop_waiting(self, reason: str) -> list[RequestOutput]:
         """Answer the pause that waits, if any, and let the requests in that were held back for it."""

@@ -102,6 +102,8 @@ class VerifierEngine:
         self._verified_s: float | None = None  # when the last step was verified; None: the engine was idle since
         self._ended_s = 0.0  # when the last step had ended
         self.is_paused = False  # no step runs
+        self.pause_asked_s = 0.0  # see `EngineLoad`
+        self.pause_ends_s: float | None = None  # when the pause ends by itself, by the control's clock
         self.weights_error: str | None = None  # why no request is served: the model's weights are old and new ones
         self.weights_folder: str | None = None  # see `EngineLoad`
         self.weights_taken_s = 0.0

@@ -221,4 +221,5 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
             check_integrity=spec.check_integrity,
             change_weights=RankWeights(share, pipes).change,
             change_draft=None if added is None else added.change_weights,
+            takes_orders=spec.rollouts,
         ).run()

@@ -68,17 +68,20 @@ class EngineLoop:
         check_integrity: bool = False,
         change_weights: ChangeWeights | None = None,
         change_draft: ChangeDraft | None = None,
+        takes_orders: bool = True,
     ) -> None:
         """`check_integrity`: check the engine's books after every step; an error ends the loop.
 
         Without `change_weights`, the weights cannot change. `change_draft`: those of the drafter in this process.
+        `takes_orders`: a trainer is served.
         """
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
-        self._control = EngineControl(engine, self._reporting(change_weights), self._reporting(change_draft))
+        changes = self._reporting(change_weights), self._reporting(change_draft)
+        self._control = EngineControl(engine, *changes, takes_orders=takes_orders, clock=clock)
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
@@ -195,7 +198,8 @@ class EngineLoop:
             case _:
                 self._unpublished += self._engine.drain()
                 self._publish()  # a change of weights takes long
-                if isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT:
+                is_abort = isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT
+                if is_abort and self._control.takes_orders:
                     self._abort_compiling()
                 self._unpublished += self._control.handle(message)
 
@@ -323,4 +327,6 @@ def engine_load(
         weights_folder=engine.weights_folder,
         weights_error=engine.weights_error,
         is_paused=engine.is_paused,
+        pause_asked_s=engine.pause_asked_s,
+        pause_left_s=None if engine.pause_ends_s is None else max(0.0, engine.pause_ends_s - now_s),
     )

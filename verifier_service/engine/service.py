@@ -16,6 +16,7 @@ import grpc
 import msgspec
 
 from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
 from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.links.outbox import Outbox
@@ -148,12 +149,18 @@ class RequestTable:
 class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
     """Serve `Serve` and `Control` to gateways, and `TakeKV` to other verifiers."""
 
-    def __init__(self, table: RequestTable, control: ControlTable, handovers: HandoverCalls | None = None) -> None:
-        """Without `handovers`, no KV is given: other verifiers' calls are not implemented."""
-        self._table, self._control, self._handovers = table, control, handovers
+    def __init__(
+        self,
+        table: RequestTable,
+        control: ControlTable,
+        handovers: HandoverCalls | None = None,
+        rules: ControlRules = NO_ORDERS,
+    ) -> None:
+        """Without `handovers`, no KV is given: other verifiers' calls are not implemented. `rules`: of `Control`."""
+        self._table, self._control, self._handovers, self._rules = table, control, handovers, rules
 
     async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
-        return await serve_control(self._control.call, frame, context)
+        return await serve_control(self._control.call, self._rules, frame, context)
 
     async def Serve(
         self, frames: AsyncIterator[link_pb2.Frame], context: grpc.aio.ServicerContext

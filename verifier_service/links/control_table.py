@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from outrider.proto import link_pb2
+from outrider.verifier_service.links.control_rules import ControlRules
 from outrider.verifier_service.messages.engine import CONTROLS, Control, ControlResult
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -64,12 +65,21 @@ class ControlTable(Generic[Result]):
 
 
 async def serve_control(
-    call: Callable[[Control], Awaitable[ControlResult]], frame: link_pb2.Frame, context: grpc.aio.ServicerContext
+    call: Callable[[Control], Awaitable[ControlResult]],
+    rules: ControlRules,
+    frame: link_pb2.Frame,
+    context: grpc.aio.ServicerContext,
 ) -> link_pb2.Frame:
     """Answer a gateway's `Control` call; `call` is that of a table, or raises as it does."""
     try:
-        return link_pb2.Frame(payload=encode(await call(decode(frame.payload, CONTROLS))))
-    except (ValueError, ConnectionError) as error:
-        is_gone = isinstance(error, ConnectionError)
-        await context.abort(grpc.StatusCode.UNAVAILABLE if is_gone else grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        message = decode(frame.payload, CONTROLS)
+        await rules.admit(message)
+        return link_pb2.Frame(payload=encode(await call(message)))
+    except (ValueError, ConnectionError, PermissionError) as error:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        if isinstance(error, ConnectionError):
+            code = grpc.StatusCode.UNAVAILABLE
+        elif isinstance(error, PermissionError):
+            code = grpc.StatusCode.PERMISSION_DENIED
+        await context.abort(code, str(error))
         raise

@@ -21,7 +21,7 @@ import grpc
 from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig, CircuitBreaker
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.draft import PROTOCOL_VERSION
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import LinkEvent, PeerState, PeerWeights, Relay
@@ -163,7 +163,7 @@ class DrafterLink:
         """Open one connection and serve it until it ends; return why it ended."""
         channel = self._channel()
         try:
-            call = DrafterLinkStub(channel).Stream()
+            call = DrafterLinkStub(channel).Stream(metadata=metadata_of(self._credentials))
             await self._handshake(call)
             await self._serve(call)
         except LinkError as error:

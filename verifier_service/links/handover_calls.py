@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, TakeKV, TakenFrame
 from outrider.verifier_service.messages.wire import decode, encode
@@ -84,7 +84,8 @@ class HandoverCalls:
         channel = open_channel(source.endpoint, self._credentials)
         try:
             stub = link_pb2_grpc.VerifierLinkStub(channel)
-            call = stub.TakeKV(link_pb2.Frame(sender=self._verifier_id, payload=encode(ask)))
+            frame = link_pb2.Frame(sender=self._verifier_id, payload=encode(ask))
+            call = stub.TakeKV(frame, metadata=metadata_of(self._credentials))
             async for frame in call:
                 self._tell(TakenFrame(request_id=request_id, payload=frame.payload))
             error = "the giver hung up"

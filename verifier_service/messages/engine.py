@@ -95,15 +95,24 @@ class PauseMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseGeneration:
-    """Run no step until `ContinueGeneration`; answered once that is so."""
+    """Run no step until `ContinueGeneration`; answered once that is so.
+
+    `lease_s`: the engine goes on by itself after so many seconds without a newer pause. `asked_s`: the fleet's number
+    of this order, in Unix seconds; an order that is not newer than the last one changes nothing. 0: without a fleet.
+    """
 
     call_id: str
     mode: PauseMode = PauseMode.ABORT
+    lease_s: float | None = None
+    asked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinueGeneration:
+    """Go on. `asked_s`: as in `PauseGeneration`."""
+
     call_id: str
+    asked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +349,8 @@ class EngineLoad:
     weights_folder: str | None = None  # where they came from; None: a trainer's group, or the engine started with them
     weights_error: str | None = None  # an update broke off while weights were copied: no request is served
     is_paused: bool = False
+    pause_asked_s: float = 0.0  # number of the last order to pause or to go on; 0: there was none
+    pause_left_s: float | None = None  # of the pause's lease; None: it has none, or there is no pause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,8 @@ class Checkpoint:
         places = json.loads(index.read_text()).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
             raise WeightError(f"{index.name} has no weight_map of tensors' files")
+        if strange := next((place for place in places.values() if Path(place).name != place), None):
+            raise WeightError(f"{index.name} names {strange!r}, which is no file of its folder")
         files = {place: self._open(index.parent / place) for place in sorted(set(places.values()))}
         present = {place: set(file.keys()) for place, file in files.items()}
         for name, place in places.items():

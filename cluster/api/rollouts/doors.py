@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -55,6 +56,17 @@ async def outcome(name: str, call: Awaitable[FleetResult]) -> JSONResponse:
             "num_paused_requests": result.num_requests,
         }
     )
+
+
+def lease_of(given: object) -> float | None:
+    """Return the seconds of a pause's lease; raises `InvalidRequest` for what is none. None: it has none."""
+    try:
+        lease_s = None if given is None else float(given)  # type: ignore[arg-type]  # what it cannot take it says
+    except (TypeError, ValueError):
+        lease_s = math.nan
+    if lease_s is not None and not 0.0 < lease_s < math.inf:
+        raise InvalidRequest("lease_s must be a positive number of seconds", "lease_s")
+    return lease_s
 
 
 def refusal(path: str, reason: str) -> InvalidRequest:

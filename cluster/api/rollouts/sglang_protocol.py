@@ -185,6 +185,7 @@ class GenerateBody(ModelBody):
 class PauseBody(ModelBody):
     passed_fields: ClassVar[frozenset[str]] = frozenset(("torch_empty_cache",))
     mode: str | None = None
+    lease_s: float | None = None  # ours
 
 
 class AbortBody(ModelBody):

@@ -18,7 +18,7 @@ from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse
 from outrider.cluster.api.openai.endpoints import read_json
 from outrider.cluster.api.openai.format import CompletionFormat
-from outrider.cluster.api.rollouts.doors import TrainerDoors, outcome, refusal
+from outrider.cluster.api.rollouts.doors import TrainerDoors, lease_of, outcome, refusal
 from outrider.cluster.api.rollouts.sglang_answer import NativeAnswer
 from outrider.cluster.api.rollouts.sglang_protocol import (
     AbortBody,
@@ -99,7 +99,7 @@ def _add_generation_control(app: FastAPI, doors: TrainerDoors) -> None:
         mode = body.mode or "abort"
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}", "mode")
-        await doors.fleet.pause(PAUSE_MODES[mode])
+        await doors.fleet.pause(PAUSE_MODES[mode], lease_of(body.lease_s))
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     @app.post("/continue_generation")

@@ -16,7 +16,7 @@ from outrider.cluster.api.openai.answer import Answer, GenerationResponse
 from outrider.cluster.api.openai.endpoints import read_json
 from outrider.cluster.api.openai.format import CompletionFormat
 from outrider.cluster.api.openai.protocol import ModelBody, parse_body
-from outrider.cluster.api.rollouts.doors import TrainerDoors, refusal
+from outrider.cluster.api.rollouts.doors import TrainerDoors, lease_of, refusal
 from outrider.cluster.api.rollouts.token_generate import TokenAnswer, TokenBody
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.verifier_service.messages.engine import PauseMode
@@ -79,12 +79,12 @@ def _add_pauses(app: FastAPI, doors: TrainerDoors) -> None:
     fleet = doors.fleet
 
     @app.post("/pause")
-    async def pause(mode: str = "abort") -> dict[str, Any]:
-        """Pause. No KV of older weights is found, so `clear_cache` has nothing to do."""
+    async def pause(mode: str = "abort", lease_s: str | None = None) -> dict[str, Any]:
+        """Pause; `lease_s` is ours. No KV of older weights is found, so `clear_cache` has nothing to do."""
         modes = [item.value for item in PauseMode]
         if mode not in modes:
             raise InvalidRequest(f"mode must be one of {', '.join(modes)}, not {mode!r}", "mode")
-        await fleet.pause(PauseMode(mode))
+        await fleet.pause(PauseMode(mode), lease_of(lease_s))
         return {"status": "paused"}
 
     @app.post("/resume")

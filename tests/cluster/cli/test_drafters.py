@@ -12,6 +12,7 @@ from outrider.cluster.config.drafters_config import DraftersConfig
 def test_every_option_is_a_field_of_the_configuration():
     options = main.commands["drafters"].make_context("drafters", ["some/draft", "--target", "m"]).params
     assert options.pop("draft") == "some/draft"
+    assert not options.pop("admin_api_key")
     assert options.keys() <= DraftersConfig.option_fields().keys()
     config = DraftersConfig(**{**options, "draft_model": "some/draft"})
     assert (config.model.model, str(config.num_verifiers), config.grpc_port, config.port) == ("m", "1", 50061, 8061)

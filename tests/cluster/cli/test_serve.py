@@ -13,7 +13,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 def test_serve_has_every_option_of_the_configuration_with_the_same_default():
     options = main.commands["serve"].make_context("serve", []).params
     assert options.pop("model") == DEFAULT_MODEL  # people get a real one, programs one that is always there
-    keys = {name: options.pop(name) for name in ("api_key", "api_key_file")}
+    keys = {name: options.pop(name) for name in ("api_key", "api_key_file", "admin_api_key")}
     assert not any(keys.values())
     others = {"model", "api_key_hashes", "check_integrity", "own_listener"}
     assert options.keys() == ServiceConfig.option_fields().keys() - others

@@ -62,6 +62,41 @@ def test_a_key_of_a_file_may_say_what_is_kept_of_what_comes_with_it(tmp_path: Pa
     assert found == [KeyPolicy.DEFAULT, KeyPolicy.NEVER, KeyPolicy.SALTED, None]
 
 
+def test_some_keys_are_an_admins(tmp_path: Path):
+    file = tmp_path / "keys"
+    hashed = f"sha256:{hash_api_key('four')}"
+    file.write_text(f"plain\nsecond role=admin\nthird store=never role=admin\n{hashed} role=admin\n")
+    options = {"admin_api_key": "first", "api_key": ("plain-too",), "api_key_file": str(file)}
+    hashes = with_api_key_hashes(options, {"OUTRIDER_ADMIN_API_KEY": f"sha256:{hash_api_key('env')}"})["api_key_hashes"]
+    keys = ApiKeys(ServiceConfig(api_key_hashes=hashes).gateway.api_key_hashes)
+    ranks = {name: keys.is_admin([("x-api-key", name)]) for name in ("first", "second", "third", "four", "env")}
+    assert ranks == dict.fromkeys(ranks, True)
+    assert not any(keys.is_admin([("x-api-key", name)]) for name in ("plain", "plain-too", "unknown"))
+    assert not keys.is_admin([])
+    assert keys.admit([("x-api-key", "third")]) is KeyPolicy.NEVER
+    assert keys.admit([("x-api-key", "first")]) is KeyPolicy.DEFAULT, "an admin's key opens what a plain one does"
+    assert keys.has_admin
+    assert not KEYS.has_admin
+    twice = ApiKeys([hash_api_key("k"), f"{hash_api_key('k')}:admin"])
+    assert twice.is_admin([("authorization", "Bearer k")])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("key role=root", "api_key_file: a key's role must be admin"),
+        ("key role=", "api_key_file: a key's role must be admin"),
+        ("key store=never store=salted", "api_key_file: a key's store must be never or salted, not 'never:salted'"),
+        ("key role=admin store=all", "api_key_file: a key's store must be"),
+    ],
+)
+def test_a_role_that_there_is_not_is_named_with_its_source(tmp_path: Path, line: str, said: str):
+    file = tmp_path / "keys"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=said):
+        with_api_key_hashes({"api_key_file": str(file)}, {})
+
+
 @pytest.mark.parametrize("policies", list(itertools.permutations(KeyPolicy, 2)))
 def test_of_several_keys_and_of_one_that_is_there_twice_the_strictest_policy_holds(policies: tuple[KeyPolicy, ...]):
     strictest = next(policy for policy in KeyPolicy if policy in policies)
@@ -90,6 +125,8 @@ def test_a_missing_secret_does_not_open_the_service(tmp_path: Path):
         with_api_key_hashes({"api_key_file": str(tmp_path / "absent")}, {})
     with pytest.raises(ValueError, match="OUTRIDER_API_KEY holds no key"):
         with_api_key_hashes({}, {"OUTRIDER_API_KEY": ""})
+    with pytest.raises(ValueError, match="OUTRIDER_ADMIN_API_KEY holds no key"):
+        with_api_key_hashes({}, {"OUTRIDER_ADMIN_API_KEY": " "})
     for empty in ("", ("",)):  # `serve run module:build_app api_key=$KEY` without a KEY
         with pytest.raises(ValueError, match="api_key: a key must be"):
             with_api_key_hashes({"api_key": empty}, {})

@@ -64,6 +64,11 @@ def test_heads_say_which_of_the_targets_states_they_read():
         ({"draft_model": "d", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
         ({"draft_model": "d", "max_num_seqs": 0}, "max_num_seqs"),
         ({"draft_model": "d", "link_ssl_certfile": "c.pem"}, "link_ssl_"),
+        (
+            {"draft_model": "d", "host": "0.0.0.0"},
+            "host: at 0.0.0.0 whoever comes could link to drafters; add",
+        ),
+        ({"draft_model": "d", "internal_host": "auto"}, "internal_host: at auto whoever comes could link to drafters"),
     ],
 )
 def test_a_bad_value_is_named(options: dict[str, Any], said: str):

@@ -45,6 +45,15 @@ def test_options_reach_the_learner_and_its_drafters(tmp_path: Path):
     assert spec.settings == LearnerSettings(num_steps=7)
     assert spec.drafter == config.drafter_spec
     assert spec.drafter.learn_num_top == 4
+    assert (spec.export_root, spec.weights_root) == (str(tmp_path / "exports"), None)
+
+
+def test_folders_of_others_lie_below_roots(tmp_path: Path):
+    given = {"folder": str(tmp_path), "export_root": "~/exports"}
+    config = ServiceConfig(learner=given, weights_root="/weights", rollouts=True)
+    spec = config.learner_spec_of(config.pools["default"])
+    assert (spec.export_root, spec.weights_root) == (str(Path("~/exports").expanduser()), "/weights")
+    assert config.control_rules.weights_root == "/weights"
 
 
 def test_each_pool_has_a_learner_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -100,7 +109,14 @@ def test_other_engines_pools_learn_too(tmp_path: Path):
             {"learner": {"folder": "/l"}, "drafter_pools": [{**LOOKUP, "learner": {"folder": "/l"}}]},
             "learner: folder: two pools cannot share one",
         ),
-        ({"learner": {}, "host": "0.0.0.0"}, "learner: on host 0.0.0.0 anyone could change the weights"),
+        (
+            {"learner": {}, "host": "0.0.0.0"},
+            "learner: whoever reaches host 0.0.0.0 could change the weights; add --admin",
+        ),
+        (
+            {"learner": {}, "host": "0.0.0.0", "api_key_hashes": ["0" * 64]},
+            "learner: whoever reaches host 0.0.0.0 could",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(options: dict[str, Any], said: str):
@@ -108,8 +124,8 @@ def test_what_is_wrong_is_named(options: dict[str, Any], said: str):
         ServiceConfig(**options)
 
 
-def test_a_key_closes_the_doors():
-    assert ServiceConfig(learner={}, host="0.0.0.0", api_key_hashes=["0" * 64]).learning
+def test_an_admins_key_closes_the_doors():
+    assert ServiceConfig(learner={}, host="0.0.0.0", api_key_hashes=[f"{'0' * 64}:admin"]).learning
 
 
 def test_a_learner_keeps_its_drafters_out_of_the_verifier_on_a_small_machine(tmp_path: Path):

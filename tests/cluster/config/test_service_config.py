@@ -26,13 +26,29 @@ def test_rollouts_are_asked_for_and_our_own_engines():
     assert ServiceConfig(rollouts=True).verifier_spec.rollouts
     with pytest.raises(ValueError, match="rollouts"):
         ServiceConfig(model="m", engine="vllm", rollouts=True)
-    with pytest.raises(ValueError, match=r"on host 0\.0\.0\.0 anyone could change the weights"):
-        ServiceConfig(rollouts=True, host="0.0.0.0")
-    hashes = ["0" * 64]
-    assert ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=hashes).gateway.api_key_hashes == ("0" * 64,)
+    plain, admin = "0" * 64, f"{'1' * 64}:admin"
+    for beyond in ({}, {"api_key_hashes": [plain]}, {"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a"}):
+        with pytest.raises(
+            ValueError, match=r"rollouts: whoever reaches host 0\.0\.0\.0 could .*; add --admin-api-key"
+        ):
+            ServiceConfig(rollouts=True, host="0.0.0.0", **beyond)
+    ours = ServiceConfig(rollouts=True, host="0.0.0.0", api_key_hashes=[plain, admin])
+    assert ours.gateway.api_key_hashes == (plain, admin)
+    assert ServiceConfig(rollouts=True, host="127.0.0.7").verifiers.rollouts
     assert ServiceConfig(rollouts=True, num_gateways="1:2").gateway.num_gateways.most == 2
     with pytest.raises(ValueError, match="rejection_sample_method must be lossless in rollouts"):
         ServiceConfig(rollouts=True, speculative_config={"rejection_sample_method": "typical"})
+
+
+def test_links_take_orders_in_rollouts_alone_and_drafters_that_learn_follow_their_learner():
+    assert not ServiceConfig().control_rules.is_open
+    assert not ServiceConfig(learner={}).control_rules.is_open, "its drafters ask the learner, nobody tells them"
+    rules = ServiceConfig(rollouts=True, weights_root="/w").control_rules
+    assert (rules.is_open, rules.weights_root) == (True, "/w")
+    assert ServiceConfig(kv_peers=["127.0.0.1:9", "[::1]:8"]).gateway.kv_peers, "on this machine nothing is asked for"
+    for options, takes_orders in (({}, False), ({"learner": {}}, True), ({"rollouts": True}, True)):
+        config = ServiceConfig(model="m", draft_model="d", **options)
+        assert [spec.takes_orders for spec in config.drafter_specs] == [takes_orders]
 
 
 def test_with_tls_gateways_always_listen_themselves_else_where_it_is_asked_for():
@@ -93,6 +109,8 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"num_prefill_verifiers": 1, "engine": "vllm"}, "num_prefill_verifiers: roles are our own engine's"),
         ({"num_prefill_verifiers": 1, "rollouts": True}, "num_prefill_verifiers: in rollouts"),
         ({"kv_peers": ["http://host/path"]}, "kv_peers must be HOST or HOST:PORT"),
+        ({"kv_peers": ["10.0.0.7"]}, "kv_peers: beyond this machine both services need one --link-secret-file"),
+        ({"kv_peers": ["127.0.0.1:9"], "internal_host": "auto"}, "kv_peers: beyond this machine"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
         ({"drafter_resources": "[1]"}, "drafter_resources: Input should be a valid dictionary"),
         ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
@@ -161,6 +179,7 @@ def test_verifiers_for_prompts_are_verifiers_with_a_place_of_their_own():
         prefill_verifier_labels={"pool": "prefill"},
         prefill_verifier_resources='{"big": 1}',
         kv_peers='["10.0.0.7", "other:50051", "[::1]:9"]',
+        link_secret_file="s",
     )
     assert (config.num_ranks, config.num_shells) == (2 * (2 + 3) + 1, 2 + 3 + 1 + 1)
     assert config.drafter_spec is not None

@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.common.errors import InvalidRequest, Unavailable
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.router.fleet import DrafterState, FleetSnapshot, VerifierState
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
+from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import (
     AskState,
+    ContinueGeneration,
     Control,
     ControlResult,
     InitWeightsGroup,
@@ -65,7 +71,25 @@ async def test_every_verifier_that_does_not_drain_hears_it_once_under_an_id_of_i
     assert [endpoint for endpoint, _ in fleet.calls] == ["a:1", "b:1"]
     assert {message.mode for message in fleet.sent(PauseGeneration)} == {PauseMode.KEEP}
     assert len({message.call_id for message in fleet.sent(PauseGeneration)}) == 2
-    assert (result.num_requests, result.is_paused, result.weight_version) == (3, False, "3")
+    assert (result.num_requests, result.is_paused, result.weight_version) == (3, True, "3"), (
+        "one is paused, so the fleet is"
+    )
+
+
+async def test_every_order_to_pause_or_to_go_on_has_a_higher_number_than_all_before():
+    """A verifier that hears them in another order, or by way of the router, knows which one holds."""
+    fleet = Fleet(verifier_report("a", pause_asked_s=50.0), verifier_report("b"))
+    now_s = [10.0]  # of a gateway whose clock is behind
+    control = FleetControl(fleet, fleet._call, fleet._call, wall_clock=lambda: now_s[0])
+    await control.pause(PauseMode.KEEP, lease_s=7.0)
+    await control.resume()
+    now_s[0] = 60.0
+    await control.pause(PauseMode.ABORT)
+    first, second = fleet.sent(PauseGeneration)[::2]
+    (goes_on,) = fleet.sent(ContinueGeneration)[::2]
+    assert 50.0 < first.asked_s < goes_on.asked_s < second.asked_s == 60.0
+    assert (first.lease_s, second.lease_s) == (7.0, None)
+    assert fleet.sent(PauseGeneration)[1].asked_s == first.asked_s, "one order, whoever hears it"
 
 
 async def test_ranks_of_a_group_follow_each_other():
@@ -134,3 +158,27 @@ async def test_without_a_verifier_there_is_nothing_to_call():
     with pytest.raises(Unavailable, match="no verifier is ready"):
         await Fleet().control.resume()
     assert Fleet().control.reported_version == ""
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (NO_ORDERS, "verifier a: this service is not for rollouts"),
+        (
+            ControlRules(is_open=True, weights_root="/weights"),
+            "verifier a: model_path: /etc does not lie below",
+        ),
+    ],
+)
+async def test_what_a_replicas_port_does_not_let_in_is_the_callers_error(rules: ControlRules, said: str):
+    sent: list[Any] = []
+    server = grpc.aio.server()
+    servicer = VerifierLinkServicer(RequestTable(sent.append), ControlTable(sent.append), rules=rules)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fleet = Fleet(verifier_report("a", endpoint=f"127.0.0.1:{port}"))
+    with pytest.raises(InvalidRequest, match=said):
+        await FleetControl.over_links(fleet, None).update_from_folder("/etc", "1")
+    await server.stop(None)
+    assert sent == []

@@ -62,7 +62,7 @@ LEARNING = """
 applications:
   - name: outrider
     import_path: outrider.cluster.app:build_app
-    args: { device: cpu, learner: { num_steps: 7 } }
+    args: { device: cpu, admin_api_key: sk-admin, learner: { num_steps: 7 } }
     deployments:
       - name: Learner
         user_config: { sample_share: 0.5, num_steps: 9 }
@@ -83,6 +83,23 @@ def test_a_learners_settings_are_checked_as_its_replica_will(right: str, wrong: 
     assert check_manifest(LEARNING) == ["outrider"]
     with pytest.raises(ValueError, match=re.escape(said)):
         check_manifest(LEARNING.replace(right, wrong, 1))
+
+
+@pytest.mark.parametrize("http_options", ["", "http_options: { host: 127.0.0.1 }", "http_options: { host: 10.0.0.7 }"])
+@pytest.mark.parametrize("opened", ["rollouts: true", "learner: {}"])
+def test_who_changes_weights_behind_serves_proxy_needs_an_admins_key(http_options: str, opened: str):
+    """Serve's proxies listen at 0.0.0.0 unless told otherwise, and on a cluster that runs, wherever they do."""
+    application = "{ name: outrider, import_path: 'outrider.cluster.app:build_app', args: { device: cpu, %s } }"
+    yaml = f"{http_options}\napplications:\n  - {application}\n"
+    host = http_options.partition("host: ")[2].rstrip(" }") or "0.0.0.0"
+    for args in (opened, f"{opened}, api_key: sk-client", f"{opened}, host: 127.0.0.1"):
+        with pytest.raises(
+            ValueError, match=rf"{opened.partition(':')[0]}: whoever reaches http_options: host {host}, p"
+        ):
+            check_manifest(yaml % args)
+        with pytest.raises(ValueError, match="add --admin-api-key, OUTRIDER_ADMIN_API_KEY or role=admin"):
+            check_manifest("proxy_location: Disabled\n" + yaml % f"{args}, own_listener: true")
+    assert check_manifest(yaml % f"{opened}, admin_api_key: sk-admin") == ["outrider"]
 
 
 def test_a_manifest_of_kuberay_is_read_inside(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A late verifier takes the fleet's weights, once, and not over weights that a trainer gave it."""
+"""A late verifier takes the fleet's weights, once, and not over weights that a trainer gave it; it pauses as others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from dataclasses import replace
 import pytest
 
 from fakes.reports import IDLE
-from outrider.cluster.replicas.missed_weights import MissedWeights
-from outrider.cluster.router.fleet import FleetWeights
+from outrider.cluster.replicas.missed_weights import MissedPause, MissedWeights
+from outrider.cluster.router.fleet import FleetPause, FleetWeights
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.messages.engine import AskState, Control, ControlResult, UpdateWeights
+from outrider.verifier_service.messages.engine import (
+    AskState,
+    ContinueGeneration,
+    Control,
+    ControlResult,
+    PauseGeneration,
+    PauseMode,
+    UpdateWeights,
+)
 
 WEIGHTS = FleetWeights(version="7", taken_s=100.0, folder="/w/7")
 
@@ -25,6 +33,7 @@ class Played:
         self.load = IDLE
         self.control = ControlTable(self.calls.append)
         self.missed = MissedWeights(self.control, lambda: self.load, retry_s=0.0)
+        self.pause = MissedPause(self.control)
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -38,10 +47,11 @@ class Played:
 @pytest.fixture
 async def engine() -> AsyncIterator[Played]:
     played = Played()
-    task = asyncio.create_task(played.missed.take_forever())
+    tasks = [asyncio.create_task(missed.take_forever()) for missed in (played.missed, played.pause)]
     yield played
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_it_takes_what_it_missed_and_tries_again_after_an_error(engine: Played):
@@ -73,3 +83,18 @@ async def test_it_leaves_a_verifier_alone_that_is_being_given_weights(engine: Pl
     assert engine.calls == [AskState(call_id="trainer")]
     await engine.answers()
     await asking
+
+
+async def test_it_pauses_and_goes_on_as_the_fleet_does_beside_taking_weights(engine: Played):
+    engine.missed.follow(WEIGHTS)
+    for pause in (None, FleetPause(asked_s=5.0, is_paused=True, lease_left_s=3.0)):
+        engine.pause.follow(pause)
+    await engine.settle()
+    taking, pausing = engine.calls
+    assert isinstance(taking, UpdateWeights)
+    assert pausing == PauseGeneration(call_id=pausing.call_id, mode=PauseMode.KEEP, lease_s=3.0, asked_s=5.0)
+    await engine.answers(error="half of an update is here")
+    engine.pause.follow(FleetPause(asked_s=6.0, is_paused=False))
+    await engine.settle()
+    goes_on = engine.calls[-1]
+    assert goes_on == ContinueGeneration(call_id=goes_on.call_id, asked_s=6.0)

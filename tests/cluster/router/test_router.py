@@ -11,6 +11,7 @@ from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     Directive,
     DrafterReport,
+    FleetPause,
     FleetWeights,
     PlacementReason,
     PolicyMode,
@@ -329,6 +330,32 @@ class TestWeights:
         told = core.report_verifier(verifier_report("late"), 2.0).weights
         assert told == FleetWeights(version="7", taken_s=5.0, folder="/w")
         assert core.report_verifier(verifier_report("late", **new), 2.1).weights is None
+
+    def test_a_verifier_that_missed_an_order_to_pause_or_to_go_on_is_told(self):
+        core = RouterCore()
+        assert core.report_verifier(verifier_report("a"), 1.0).pause is None
+        paused = {"is_paused": True, "pause_asked_s": 5.0}
+        assert core.report_verifier(verifier_report("a", **paused, pause_left_s=9.0), 2.0).pause is None
+        told = core.report_verifier(verifier_report("late"), 2.0).pause
+        assert told == FleetPause(asked_s=5.0, is_paused=True, lease_left_s=9.0)
+        assert core.report_verifier(verifier_report("late", **paused), 2.1).pause is None
+        assert core.report_verifier(verifier_report("late", pause_asked_s=6.0), 2.2).pause is None
+        told = core.report_verifier(verifier_report("a", **paused), 2.3).pause
+        assert told == FleetPause(asked_s=6.0, is_paused=False), "it did not hear that the others go on"
+
+    def test_a_pause_outlives_the_verifiers_that_heard_of_it_but_not_its_lease(self):
+        core = RouterCore()
+        core.report_verifier(verifier_report("only", is_paused=True, pause_asked_s=5.0, pause_left_s=60.0), 1.0)
+        core.remove("only")
+        told = core.report_verifier(verifier_report("anew"), 31.0).pause
+        assert told == FleetPause(asked_s=5.0, is_paused=True, lease_left_s=30.0)
+        assert core.snapshot(31.0).pause == told
+        assert core.report_verifier(verifier_report("anew"), 61.0).pause is None, "it runs, as the lease is over"
+        waits = verifier_report("anew", pause_asked_s=7.0)
+        assert core.report_verifier(waits, 62.0).pause is None
+        core.report_verifier(verifier_report("begins", is_paused=True, pause_asked_s=7.0), 62.1)
+        assert core.report_verifier(waits, 62.2).pause is None, "it has heard the order, and its requests finish first"
+        assert core.report_verifier(verifier_report("late"), 62.3).pause == FleetPause(asked_s=7.0, is_paused=True)
 
     def test_weights_of_a_trainers_group_cannot_be_taken_later(self):
         core = RouterCore(RouterPolicy())

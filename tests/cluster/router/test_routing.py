@@ -5,6 +5,7 @@ import pytest
 from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     DrafterState,
+    FleetPause,
     FleetSnapshot,
     RouteAsk,
     RouterPolicy,
@@ -91,10 +92,21 @@ class TestVerifier:
 
     def test_says_why_there_is_none(self):
         fleet = snapshot([verifier("leaves", draining=True), verifier("failed")])
-        with pytest.raises(NoVerifierError, match=r"2 known, 1 draining, 0 with other .*, 1 excluded"):
+        with pytest.raises(NoVerifierError, match=r"2 known, 1 draining, 0 that have not .*, 1 excluded"):
             chosen(fleet, ask(excluded_verifier_ids=("failed",)))
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
+
+    def test_a_verifier_that_does_not_know_of_the_pause_yet_gets_no_request(self):
+        paused = verifier("paused", num_running=90, is_paused=True, pause_asked_s=5.0)
+        joins, followed = verifier("joins"), verifier("joins", is_paused=True, pause_asked_s=5.0)
+        fleet = dataclasses.replace(snapshot([paused, joins]), pause=FleetPause(asked_s=5.0, is_paused=True))
+        assert chosen(fleet).verifier_id == "paused"
+        assert chosen(dataclasses.replace(fleet, verifiers=(paused, followed))).verifier_id == "joins"
+        goes_on = dataclasses.replace(fleet, pause=FleetPause(asked_s=6.0, is_paused=False))
+        assert chosen(goes_on).verifier_id == "joins", "it runs, as the fleet does"
+        with pytest.raises(NoVerifierError, match="1 that have not followed the fleet's weights or pause"):
+            chosen(dataclasses.replace(fleet, verifiers=(joins,)))
 
     def test_only_those_with_the_newest_weights_are_chosen(self):
         old = {"weight_version": "default", "weights_taken_s": 0.0}
@@ -107,7 +119,7 @@ class TestVerifier:
             ]
         )
         assert chosen(fleet).verifier_id == "new"
-        with pytest.raises(NoVerifierError, match="3 with other weights"):
+        with pytest.raises(NoVerifierError, match="3 that have not followed the fleet's weights"):
             chosen(fleet, ask(excluded_verifier_ids=("new",)))
         assert chosen(snapshot([verifier("a", **old), verifier("b", num_running=1, **old)])).verifier_id == "a"
 

@@ -42,6 +42,7 @@ class FakeStudy:
         self.begun = []
         self.weighted = []
         self.num_held_out = None
+        self.refuses = False
 
     def begin(self, folder):
         self.begun.append(None if folder is None else folder.name)
@@ -65,9 +66,13 @@ class FakeStudy:
         self.num_held_out = len(kept)
         return self.judged
 
-    def require_alike(self, folder):
+    def take(self, folder, to):
         if not (folder / "weights").exists():
             raise ValueError(f"there is no folder {folder}")
+        to.mkdir()
+        (to / "weights").write_text((folder / "weights").read_text())
+        if self.refuses:
+            raise ValueError("it does not fit")
 
     def first_folder(self):
         return self._first
@@ -76,14 +81,14 @@ class FakeStudy:
 class Pool:
     """A learner, its clock and its drafters."""
 
-    def __init__(self, folder, settings=SETTINGS, brings_texts=False, has_study=True):
+    def __init__(self, folder, settings=SETTINGS, brings_texts=False, has_study=True, weights_root=None):
         self.folder, self.now_s, self.cpu_s = folder, 0.0, 0.0
         self.study = FakeStudy(folder / "first")
         self.reservoir = Reservoir(1 << 20)
         self.learner = Learner(
             pool="main", shelf=Shelf(folder / "shelf"), reservoir=self.reservoir,
             study=self.study if has_study else None, settings=settings, brings_texts=brings_texts,
-            clock=lambda: self.now_s, cpu_clock=self.tick,
+            clock=lambda: self.now_s, cpu_clock=self.tick, export_root=folder / "exports", weights_root=weights_root,
         )  # fmt: skip
         self.num_samples = 0
         self.rounds = {}
@@ -406,19 +411,56 @@ def test_poison_that_is_let_through_by_hand_is_rolled_back(pool, tmp_path):
     assert pool.serving == "v0"
 
 
-def test_a_folder_that_does_not_fit_is_refused(pool, tmp_path):
+def test_a_folder_that_does_not_fit_is_refused_and_a_candidate_goes_on(pool, tmp_path):
+    pool.to_trial()
     answer = pool.ask(Action.PUBLISH, tmp_path / "nowhere")
     assert answer.error == f"there is no folder {tmp_path / 'nowhere'}"
-    assert pool.serving == "v0"
+    pool.study.refuses = True
+    assert pool.ask(Action.PUBLISH, pool.study.first_folder()).error == "it does not fit"
+    assert (pool.serving, pool.learner.orders.shadow.name, pool.fate("v1")) == ("v0", "v1", "candidate")
+    assert [path.name for path in (tmp_path / "shelf" / "versions").iterdir()] == ["v1"], "no copy is left"
+
+
+def test_what_is_published_by_hand_lies_below_the_root(tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "good", other):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("w")
+    (root / "link").symlink_to(other)
+    pool = Pool(tmp_path, weights_root=str(root))
+    for folder in (other, root / "link", root / ".." / "other"):
+        assert pool.ask(Action.PUBLISH, folder).error == f"folder: {folder} does not lie below {root}"
+    assert pool.ask(Action.PUBLISH, root / "good").error is None
 
 
 def test_export(pool, tmp_path):
-    assert pool.ask(Action.EXPORT, tmp_path / "out").error is None
-    assert (tmp_path / "out" / "weights").read_text() == "first"
-    assert pool.ask(Action.EXPORT, tmp_path / "out").error == f"{tmp_path / 'out'} exists"
+    exports = tmp_path / "exports"
+    assert pool.ask(Action.EXPORT, "out").error is None
+    assert (exports / "out" / "weights").read_text() == "first"
+    assert pool.ask(Action.EXPORT, "out").error == f"{exports / 'out'} exists"
     pool.publish()
-    assert pool.ask(Action.EXPORT, tmp_path / "new").text == f"v1 was copied to {tmp_path / 'new'}"
-    assert (tmp_path / "new" / "weights").read_text() == "trained"
+    assert pool.ask(Action.EXPORT, exports / "a" / "new").text == f"v1 was copied to {exports / 'a' / 'new'}"
+    assert (exports / "a" / "new" / "weights").read_text() == "trained"
+
+
+def test_an_export_stays_below_its_root(pool, tmp_path):
+    exports, inside = tmp_path / "exports", tmp_path / "inside"
+    exports.mkdir()
+    inside.mkdir()
+    (exports / "link").symlink_to(inside)
+    for folder in (tmp_path / "out", "../out", "a/../../out", exports, ".", "link/out", "/"):
+        assert "does not lie below" in pool.ask(Action.EXPORT, folder).error
+    assert not (tmp_path / "out").exists()
+    assert not list(inside.iterdir())
+
+
+def test_an_export_that_was_broken_off_is_made_anew(pool, tmp_path):
+    partial = tmp_path / "exports" / ".out.partial"
+    partial.mkdir(parents=True)
+    (partial / "half").touch()
+    assert pool.ask(Action.EXPORT, "out").error is None
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "exports" / "out").iterdir()] == ["weights"]
 
 
 def test_settings_change_live(pool):

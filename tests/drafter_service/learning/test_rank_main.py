@@ -13,6 +13,7 @@ import pytest
 
 from outrider.cluster.offline.engine import RankProcesses
 from outrider.drafter_service.engine.learning_messages import TrialCounts
+from outrider.drafter_service.learning.folder_lock import own_folder
 from outrider.drafter_service.learning.learner import Learner
 from outrider.drafter_service.learning.learner_spec import LearnerSpec
 from outrider.drafter_service.learning.messages import (
@@ -55,7 +56,8 @@ def root(tmp_path_factory):
 
 def learner_spec(root, folder, method=Method.MEDUSA, **fields):
     first = None if method is Method.SUFFIX else write_first(root, root / "target", method)
-    return LearnerSpec(drafter=spec_of(root / "target", first, method), pool="main", folder=str(folder), **fields)
+    drafter, exports = spec_of(root / "target", first, method), str(folder / "exports")
+    return LearnerSpec(drafter=drafter, pool="main", folder=str(folder), export_root=exports, **fields)
 
 
 class Shell:
@@ -136,9 +138,11 @@ def test_operators_are_answered_and_settings_change(root, tmp_path):
         update = shell.until(lambda update: update.answers)
         assert [(answer.call_id, answer.text) for answer in update.answers] == [("p", "v1 serves, and is watched")]
         assert update.orders.serving.name == "v1"
-        shell.say(Ask(call_id="e", action=Action.EXPORT, folder=str(tmp_path / "out")))
+        shell.say(Ask(call_id="e", action=Action.EXPORT, folder="out"))
         assert shell.until(lambda update: update.answers).answers[0].error is None
-        assert (tmp_path / "out" / "config.json").exists()
+        assert (tmp_path / "shelf" / "exports" / "out" / "config.json").exists()
+        with pytest.raises(ValueError, match="is another learner's"), own_folder(tmp_path / "shelf", patience_s=0.0):
+            raise AssertionError("a second learner has it")
         shell.say(Ask(call_id="r", action=Action.ROLLBACK))
         assert shell.until(lambda update: update.answers).orders.serving == FIRST_VERSION
     with learning(spec) as shell:  # the shelf is what a new process begins with
@@ -170,7 +174,7 @@ def test_it_ends_with_a_shell_that_was_killed(root, tmp_path):
         if __name__ == "__main__":
             root, folder = Path(sys.argv[1]), Path(sys.argv[2])
             drafter = spec_of(root / "target", root / "first medusa", Method.MEDUSA)
-            spec = LearnerSpec(drafter=drafter, pool="main", folder=str(folder / "shelf"))
+            spec = LearnerSpec(drafter=drafter, pool="main", folder=str(folder / "shelf"), export_root="")
             rank = RankSpec(rank=0, size=1, folder=folder)
             with PipeListener(rank.shell_address) as listener:
                 pid = os.fork()
@@ -319,7 +323,7 @@ def test_what_cannot_learn_says_why(options, said):
 def test_a_learner_of_what_cannot_learn_is_refused(tmp_path):
     drafter = spec_of(tmp_path, tmp_path, Method.DFLASH)
     with pytest.raises(ValueError, match="learning: dflash is not trained"):
-        LearnerSpec(drafter=drafter, pool="main", folder="f")
+        LearnerSpec(drafter=drafter, pool="main", folder="f", export_root="e")
 
 
 def test_the_specs_module_needs_no_torch():

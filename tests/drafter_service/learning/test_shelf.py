@@ -9,7 +9,7 @@ from outrider.drafter_service.learning import shelf as module
 from outrider.drafter_service.learning.messages import FIRST_VERSION
 from outrider.drafter_service.learning.shelf import Shelf, digest_of
 
-NUM_KILL_POINTS = 30  # changes of the disk in the test below
+NUM_KILL_POINTS = 36  # changes of the disk in the test below
 
 
 class KilledError(BaseException):

@@ -1,5 +1,6 @@
 """Each method learns from what was served, without a target; its versions are what a drafter takes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -79,14 +80,16 @@ def test_a_served_drafter_takes_what_is_written(root, tmp_path, method):
     study = study_of(spec)
     trained(study, filled(spec, count=10), 1)
     study.save(tmp_path / "v1")
-    study.require_alike(tmp_path / "v1")
+    study.take(tmp_path / "v1", tmp_path / "taken")
     share = ModelRunner(spec.model, TensorParallelGroup.single()) if spec.loads_model else None
     weights = OwnWeights(spec.speculative, None if share is None else RankWeights(share).change)
     build_drafter(spec, runner=None if share is None else ParallelRunner(share), weights=weights)
     weights.change(tmp_path / "v1")
+    weights.change(tmp_path / "taken")
     weights.change(Path(spec.model.path))
     first = {file.name for file in Path(spec.model.path).iterdir()}
-    assert {file.name for file in (tmp_path / "v1").iterdir()} == first
+    for written in (tmp_path / "v1", tmp_path / "taken"):
+        assert {file.name for file in written.iterdir()} == first
 
 
 def edited(folder, to, edit):
@@ -140,20 +143,48 @@ def test_a_head_of_another_layers_states_is_worse_on_held_out_text(root, tmp_pat
 def test_what_does_not_fit_is_refused_by_name(root, tmp_path):
     study = study_of(spec_for(root, Method.EAGLE3))
     with pytest.raises(WeightError, match="there is no folder"):
-        study.require_alike(tmp_path / "nowhere")
+        study.take(tmp_path / "nowhere", tmp_path / "taken")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightError, match=r"config\.json"):
-        study.require_alike(tmp_path / "empty")
+        study.take(tmp_path / "empty", tmp_path / "from empty")
     first = write_first(root, root / "target", Method.EAGLE3)
     narrow = edited(first, tmp_path / "narrow", lambda t: t.update({"fc.weight": t["fc.weight"][:, 1:].contiguous()}))
     with pytest.raises(WeightError, match=r"fc\.weight"):
-        study.require_alike(narrow)
+        study.take(narrow, tmp_path / "from narrow")
+    none = edited(first, tmp_path / "none", lambda t: t["fc.weight"].fill_(torch.nan))
+    with pytest.raises(WeightError, match=r"'fc\.weight' has values that are no numbers"):
+        study.take(none, tmp_path / "from none")
+
+
+def test_nothing_comes_along_but_what_was_checked(root, tmp_path):
+    first = write_first(root, root / "target", Method.EAGLE3)
+    study, given = study_of(spec_for(root, Method.EAGLE3)), tmp_path / "given"
+    shutil.copytree(first, given)
+    (given / "sitecustomize.py").write_text("import os")
+    (given / "deeper").mkdir()
+    (given / "tokenizer.json").symlink_to("/etc/passwd")
+    study.take(given, tmp_path / "taken")
+    assert {path.name for path in (tmp_path / "taken").iterdir()} == {path.name for path in first.iterdir()}
+    (file,) = given.glob("*.safetensors")
+    assert (tmp_path / "taken" / file.name).read_bytes() == file.read_bytes()
+    elsewhere = file.rename(tmp_path / "elsewhere")
+    file.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=f"{file.name} is a link"):
+        study.take(given, tmp_path / "by link")
+
+
+@pytest.mark.parametrize("name", ["../first/model.safetensors", "/etc/passwd", "deeper/model.safetensors", ""])
+def test_an_index_names_files_of_its_own_folder_alone(root, tmp_path, name):
+    given = shutil.copytree(write_first(root, root / "target", Method.EAGLE3), tmp_path / "given")
+    (given / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+    with pytest.raises(WeightError, match=r"model\.safetensors\.index\.json names"):
+        study_of(spec_for(root, Method.EAGLE3)).take(given, tmp_path / "taken")
 
 
 def test_a_draft_model_of_another_shape_is_refused_by_a_tensors_name(root, tmp_path):
     study = study_of(spec_for(root, Method.DRAFT_MODEL))
     with pytest.raises(WeightError, match="the served model's is"):
-        study.require_alike(root / "target")
+        study.take(root / "target", tmp_path / "taken")
 
 
 def test_a_loss_that_is_no_number_is_an_error_before_the_step(root, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -428,3 +429,7 @@ def test_a_draft_model_changes_on_all_ranks(root: Path) -> None:
             assert (result.error, result.weight_version) == (error, "" if error else "v")
             assert (draft_over(pipe, str(where)) == before) == (error is not None)
         assert draft_over(pipe, "again") == wanted
+    with drafting(dataclasses.replace(spec_of(old, 1), takes_orders=False)) as closed:
+        closed.send_bytes(encode(UpdateDraftWeights(call_id="u", folder=str(new), weight_version="v")))
+        result = next(result for update in heard(closed) for result in update.results)
+        assert result.error == "this drafter's weights cannot change", "in a service without a trainer and a learner"

@@ -23,6 +23,7 @@ from outrider.drafter_service.service.service import (
 )
 from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub, add_DrafterLinkServicer_to_server
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import Control, ControlResult, UpdateDraftWeights
@@ -87,9 +88,11 @@ class RecordingPort:
 
 
 @contextlib.asynccontextmanager
-async def serving(port: Any, config: LinkServiceConfig | None = None) -> AsyncIterator[tuple[DrafterLinkServicer, str]]:
+async def serving(
+    port: Any, config: LinkServiceConfig | None = None, rules: ControlRules = NO_ORDERS
+) -> AsyncIterator[tuple[DrafterLinkServicer, str]]:
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    servicer = DrafterLinkServicer(port, IDENTITY, config)
+    servicer = DrafterLinkServicer(port, IDENTITY, config, rules)
     add_DrafterLinkServicer_to_server(servicer, server)
     number = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -359,9 +362,17 @@ async def call_control(address: str, payload: bytes) -> ControlResult:
     return decode(answer.payload, (ControlResult,))
 
 
-async def test_a_trainers_call_is_answered_by_the_engine():
+async def test_where_no_trainer_is_served_a_drafter_takes_no_orders():
     port = RecordingPort()
     async with serving(port) as (_, address):
+        with pytest.raises(grpc.aio.AioRpcError, match="not for rollouts") as refused:
+            await call_control(address, encode(UpdateDraftWeights(call_id="u", folder="f")))
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_trainers_call_is_answered_by_the_engine():
+    port = RecordingPort()
+    async with serving(port, rules=ControlRules(is_open=True)) as (_, address):
         message = UpdateDraftWeights(call_id="u", folder="f", weight_version="v7")
         assert await call_control(address, encode(message)) == ControlResult(call_id="u", weight_version="now v7")
         for wrong in (encode(OPEN), b"\xc1", encode(UpdateDraftWeights(call_id="twice", folder="f"))):

@@ -77,6 +77,55 @@ def test_keep_runs_no_step_and_goes_on_afterwards():
         assert any(output.num_accepted_tokens for output in loop.outputs), "the draft that came meanwhile is used"
 
 
+def test_a_lease_that_nobody_renews_ends_the_pause():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        assert call(loop, PauseGeneration(call_id="p", mode=PauseMode.KEEP, lease_s=600.0, asked_s=7.0)).is_paused
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].pause_asked_s == 7.0)
+        assert 500.0 < loop.loads[-1].pause_left_s <= 600.0
+        assert call(loop, PauseGeneration(call_id="p2", mode=PauseMode.KEEP, lease_s=0.05, asked_s=8.0)).is_paused
+        loop.hear_until(lambda: not loop.loads[-1].is_paused)
+        assert (loop.loads[-1].pause_asked_s, loop.loads[-1].pause_left_s) == (8.0, None)
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert loop.tokens("a") == greedy_tokens(32)
+        assert call(loop, PauseGeneration(call_id="p3", mode=PauseMode.KEEP)).is_paused
+        loop.hear_until(lambda: loop.loads[-1].is_paused)
+        assert loop.loads[-1].pause_left_s is None, "a pause without a lease stays"
+
+
+def test_the_newest_order_holds_in_whichever_order_they_come():
+    with looping() as loop:
+        begin_and_wait_for_a_draft(loop)
+        assert not call(loop, ContinueGeneration(call_id="c", asked_s=9.0)).is_paused
+        for old_s in (8.0, 9.0):
+            late = call(loop, PauseGeneration(call_id=f"late {old_s}", asked_s=old_s))
+            assert (late.error, late.is_paused) == (None, False)
+        assert not loop.finished(), "nothing was aborted"
+        assert call(loop, PauseGeneration(call_id="p", mode=PauseMode.KEEP, asked_s=10.0)).is_paused
+        assert call(loop, ContinueGeneration(call_id="old", asked_s=9.5)).is_paused
+        assert not call(loop, ContinueGeneration(call_id="new", asked_s=11.0)).is_paused
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+
+
+def test_an_engine_without_a_trainer_takes_no_orders():
+    with looping(change_weights=lambda message: 0, takes_orders=False) as loop:
+        begin_and_wait_for_a_draft(loop)
+        for message in (
+            PauseGeneration(call_id="pause"),
+            ContinueGeneration(call_id="go on"),
+            FlushCache(call_id="flush"),
+            UpdateWeights(call_id="update", folder="/w"),
+            UpdateDraftWeights(call_id="draft", folder="/w"),
+            DestroyWeightsGroup(call_id="leave", group_name="g"),
+        ):
+            assert "not for rollouts" in str(call(loop, message).error)
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert loop.tokens("a") == greedy_tokens(32), "it ran on"
+
+
 def test_abort_ends_all_requests_and_new_ones_queue():
     with looping() as loop:
         begin_and_wait_for_a_draft(loop)

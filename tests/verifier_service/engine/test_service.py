@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,8 +15,10 @@ import pytest
 from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import GatewayStream, RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import (
+    CONTROLS,
     AskState,
     BadRequest,
     Cancel,
@@ -24,12 +27,16 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     Published,
     RequestLoad,
+    UpdateDraftWeights,
+    UpdateWeights,
     read_frame,
 )
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
 from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.messages.requests_link import TO_GATEWAY, Accepted, Refused, StepOutputs
 from outrider.verifier_service.messages.wire import decode, encode
+
+FOR_TRAINERS = ControlRules(is_open=True)
 
 
 class ScriptedEngine:
@@ -65,10 +72,11 @@ async def settle() -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: ScriptedEngine) -> AsyncIterator[Any]:
+async def served(engine: ScriptedEngine, rules: ControlRules = NO_ORDERS) -> AsyncIterator[Any]:
     """Serve the engine's tables; yields a stub."""
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(engine.table, engine.control), server)
+    servicer = VerifierLinkServicer(engine.table, engine.control, rules=rules)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
@@ -390,8 +398,10 @@ async def test_a_message_that_is_neither_request_nor_cancel_ends_the_stream(payl
 
 
 @contextlib.asynccontextmanager
-async def controlling(engine: ScriptedEngine) -> AsyncIterator[Callable[[bytes], Any]]:
-    async with served(engine) as stub:
+async def controlling(
+    engine: ScriptedEngine, rules: ControlRules = FOR_TRAINERS
+) -> AsyncIterator[Callable[[bytes], Any]]:
+    async with served(engine, rules) as stub:
         yield lambda payload: stub.Control(link_pb2.Frame(payload=payload), timeout=20)
 
 
@@ -413,6 +423,42 @@ async def test_what_is_no_control_message_is_refused_and_the_engine_never_hears_
             await control(payload)
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert engine.received == []
+
+
+async def test_where_no_trainer_is_served_no_control_call_reaches_the_engine():
+    engine = ScriptedEngine()
+    async with controlling(engine, NO_ORDERS) as control:
+        for kind in CONTROLS:
+            needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+            values = {name: 1 if name in ("master_port", "rank_offset", "world_size") else "x" for name in needed}
+            with pytest.raises(grpc.aio.AioRpcError, match="not for rollouts") as failure:
+                await control(encode(kind(**values)))
+            assert failure.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert engine.received == []
+
+
+async def test_a_folder_of_weights_lies_below_the_root_with_all_its_links(tmp_path: Path):
+    root, inside, linked = tmp_path / "root", tmp_path / "root" / "a", tmp_path / "root" / "linked"
+    for folder in (inside, linked, tmp_path / "other", tmp_path / "rooted"):
+        folder.mkdir(parents=True)
+    (inside / "model.safetensors").symlink_to(root / "shared.safetensors")
+    (linked / "model.safetensors").symlink_to("/etc/passwd")
+    (root / "out").symlink_to(tmp_path / "other")
+    engine = ScriptedEngine()
+    async with controlling(engine, ControlRules(is_open=True, weights_root=str(root))) as control:
+        for folder in (tmp_path / "other", tmp_path / "rooted", root / "out", linked, inside / ".." / ".." / "other"):
+            for kind in (UpdateWeights, UpdateDraftWeights):
+                with pytest.raises(grpc.aio.AioRpcError, match="model_path: ") as failure:
+                    await control(encode(kind(call_id="u", folder=str(folder))))
+                assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert engine.received == []
+        welcome = UpdateWeights(call_id="u", folder=str(inside)), UpdateWeights(call_id="g", names=("w",))
+        for number, message in enumerate(welcome, start=1):
+            answer = asyncio.ensure_future(_answered(control(encode(message))))
+            await until(lambda number=number: len(engine.received) == number)
+            engine.control.deliver([ControlResult(call_id=message.call_id)])
+            await answer
+            assert engine.received[-1] == message
 
 
 async def test_a_control_call_ends_with_the_engine():
