@@ -125,7 +125,7 @@ def joined(chunks: Sequence[GatewayChunk]) -> GatewayChunk:
     """Return consecutive chunks of one choice as one."""
     if len(chunks) == 1:
         return chunks[0]
-    columns = {
+    columns: dict[str, Any] = {
         name: tuple(itertools.chain.from_iterable(getattr(chunk, name) for chunk in chunks)) for name in _COLUMNS
     }
     return dataclasses.replace(

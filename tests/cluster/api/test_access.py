@@ -33,6 +33,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.replicas.directory_replica import drafters_api, drafters_app
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.gateway_replica import application_of, guarded
@@ -128,7 +129,7 @@ def gateway(tokenizer) -> Any:
 def service(gateway) -> FastAPI:
     """The application of a service with rollouts and a learner, as a gateway's replica makes it."""
     doors = TrainerDoors(
-        gateway=gateway,
+        every=EveryGateway(gateway),
         fleet=FleetControl(NoVerifier(), nobody, nobody),
         is_healthy=healthy,
         model_path="",
