@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.cluster.api.openai.answer import Answer
-from outrider.cluster.api.openai.protocol import ChatBody, template_input
+from outrider.cluster.api.openai.chat_messages import template_input, unread_warnings
+from outrider.cluster.api.openai.protocol import ChatBody
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure
@@ -23,12 +25,17 @@ class Chats:
 
     syntax: ReplySyntax
 
-    async def open(self, answer: Answer, body: ChatBody) -> None:
-        """Set an answer's request and reader; raises `InvalidRequest` naming the field."""
+    async def open(self, answer: Answer, body: ChatBody, warnings: Sequence[str] = ()) -> None:
+        """Set an answer's request and reader; raises `InvalidRequest` naming the field.
+
+        `warnings`: those of a body that this chat was made of.
+        """
         text, use = answer.gateway.text, body.tool_use()
-        messages, fields = template_input(body.messages), body.template_fields(use.tools)
+        shown = () if use.need == "none" else use.tools  # a model that sees tools calls them
+        messages, fields = template_input(body.messages), body.template_fields(shown)
         prompt = await text.render_chat(messages, **fields)
         request = body.input(answer.id, prompt)
+        warnings = (*warnings, *unread_warnings(body.messages), *use.warnings, *request.warnings)
         calls = self._calls_structure(request, use, answer)
         answer.reader = functools.partial(self.syntax.reader, prompt, use, is_constrained=calls is not None)
         is_read = answer.reader() is not None
@@ -36,7 +43,7 @@ class Chats:
         request = dataclasses.replace(
             request,
             structured=request.structured if calls is None else calls.output,
-            warnings=request.warnings if calls is None else (*request.warnings, *calls.warnings),
+            warnings=warnings if calls is None else (*warnings, *calls.warnings),
             skip_special_tokens=False if shows_special else request.skip_special_tokens,
         )
         answer.requests = [await answer.gateway.parse(request)]

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
+from outrider.cluster.api.openai.chat_messages import template_input
 from outrider.cluster.api.openai.chats import Chats
 from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat, Format
 from outrider.cluster.api.openai.protocol import (
@@ -28,7 +29,6 @@ from outrider.cluster.api.openai.protocol import (
     TokenizeBody,
     parse_body,
     parse_json,
-    template_input,
 )
 from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
@@ -118,13 +118,13 @@ def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[
         gateway.check_model_name(body.model)
         if shown_policy.get() is KeyPolicy.NEVER:
             body = body.model_copy(update={"store": False})
-        messages = body.messages()
+        messages = body.messages(store.item)
         if body.previous_response_id is not None:
             before = store.get(body.previous_response_id, "previous_response_id").messages
             messages = [*before, *messages]
         answer = Answer(gateway, ResponsesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
         with in_own_field_names():
-            await chats.open(answer, body.chat(messages))
+            await chats.open(answer, body.chat(messages), body.warnings())
         sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
         return GenerationResponse(sent, stream=bool(body.stream))
 

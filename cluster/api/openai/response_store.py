@@ -30,6 +30,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}  # of the stored responses' output, by id
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -39,10 +40,10 @@ class ResponseStore:
         """Store a response and its chat."""
         num_bytes = len(json.dumps(response)) + len(json.dumps(list(messages)))
         self._stored[response["id"]] = StoredResponse(response=response, messages=messages, num_bytes=num_bytes)
+        self._items |= {item["id"]: item for item in response.get("output", ())}
         self._num_bytes += num_bytes
         while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self._drop(next(iter(self._stored)))
 
     def get(self, response_id: str, field: str | None = None) -> StoredResponse:
         """Return a stored response; raises `ResponseNotFound` naming the field with its id."""
@@ -51,7 +52,19 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 
+    def item(self, item_id: str) -> dict[str, Any]:
+        """Return an item of a stored response's output; raises `ResponseNotFound`."""
+        if item_id not in self._items:
+            raise ResponseNotFound(item_id, "input")
+        return self._items[item_id]
+
     def remove(self, response_id: str) -> None:
         """Delete a response; raises `ResponseNotFound`."""
-        self._num_bytes -= self.get(response_id).num_bytes
-        del self._stored[response_id]
+        self.get(response_id)
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        dropped = self._stored.pop(response_id)
+        self._num_bytes -= dropped.num_bytes
+        for item in dropped.response.get("output", ()):
+            del self._items[item["id"]]

@@ -249,7 +249,7 @@ async def test_special_tokens_are_read_and_never_shown(tokenizer):
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tools": [TOOL | {"type": "custom"}]}, "tools"),
+        ({"tools": [TOOL | {"type": 3}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
