@@ -14,7 +14,7 @@ from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.lossy import acceptance_rule
+from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
     MAX_TARGET_INTER_TOKEN_MS,
@@ -24,7 +24,6 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SamplingParams,
     StructuredOutput,
-    require_lossless,
 )
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI

@@ -18,6 +18,7 @@ from outrider.cluster.offline.outputs import (
     prompt_logprobs_by_id,
 )
 from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.verifier_service.messages.lossy import require_lossless
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     FinishReason,
@@ -26,7 +27,6 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     SpeculationPlan,
     StructuredOutput,
-    require_lossless,
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams

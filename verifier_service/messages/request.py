@@ -10,6 +10,7 @@ from outrider.verifier_service.messages.draft import Draft, DraftSampling, Spars
 from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
+from outrider.verifier_service.messages.thought import Thought
 
 GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
@@ -59,12 +60,6 @@ class AcceptanceRule(enum.StrEnum):
     def is_lossy(self) -> bool:
         """Whether the output's law differs from the target's."""
         return self is AcceptanceRule.TYPICAL
-
-
-def require_lossless(rule: AcceptanceRule) -> None:
-    """Raise `ValueError` if a rule is lossy: in rollouts, a trainer's importance ratios would be biased."""
-    expected = f"lossless in rollouts, which {rule} is not: a trainer takes tokens for draws from the target's law"
-    require(not rule.is_lossy, "rejection_sample_method", expected)
 
 
 class LogprobsMode(enum.StrEnum):
@@ -137,6 +132,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     structured: StructuredOutput | None = None
+    thought: Thought | None = None  # which `structured` follows, or which is bounded; None: no thought matters
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
     # typical acceptance: the target probability must exceed min(epsilon, delta * exp(-entropy))
     typical_epsilon: float = 0.09
@@ -172,6 +168,11 @@ class SamplingParams:
         if self.temperature <= GREEDY_TEMPERATURE:
             return VerificationMode.GREEDY
         return VerificationMode.REJECTION if self.seed is None else VerificationMode.COUPLED
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether tokens are allowed by what stands before them."""
+        return self.structured is not None or self.thought is not None
 
     @property
     def of_draft(self) -> DraftSampling:

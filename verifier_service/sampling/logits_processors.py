@@ -86,8 +86,8 @@ class LogitsProcessor:
         vocab_size: int,
         mask: TokenMask | None = None,
     ) -> None:
-        """`mask`: of a request with structured output."""
-        assert (sampling.structured is None) == (mask is None)
+        """`mask`: of a request that has one."""
+        assert sampling.has_mask == (mask is not None)
         self._mask = mask
         self._sampling = sampling
         self._num_prompt_tokens = num_prompt_tokens
@@ -113,7 +113,7 @@ class LogitsProcessor:
         """Say whether these parameters change logits at all."""
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         changes_some = bool(sampling.logit_bias) or sampling.min_tokens > 0 or bool(sampling.bad_words)
-        return changes_some or sampling.structured is not None or penalties != (0.0, 0.0, 1.0)
+        return changes_some or sampling.has_mask or penalties != (0.0, 0.0, 1.0)
 
     def edits(
         self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int] | None = None
