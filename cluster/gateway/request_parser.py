@@ -25,6 +25,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     StructuredOutput,
 )
+from outrider.verifier_service.messages.thought import Thought
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 16  # OpenAI has 4; agents and evaluations bring more
@@ -46,6 +47,7 @@ _SAMPLING_FIELDS = (  # of RequestInput and of SamplingParams, unchanged
     "ignore_eos",
     "logprobs",
     "structured",
+    "thought",
 )
 
 
@@ -104,6 +106,7 @@ class RequestInput:
     num_speculative_tokens: int | None = None  # a cap; 0: off
     rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
+    thought: Thought | None = None  # which `structured` follows
     warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
     priority: int | None = None
     target_inter_token_ms: float | None = None

@@ -19,7 +19,7 @@ MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
 MAX_TARGET_INTER_TOKEN_MS = 60_000.0
 MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
-MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or grammar: parsing is quadratic
+MAX_GRAMMAR_CHARS = 1 << 19  # of a grammar: one that calls are held to has the schemas of all tools
 MAX_STRUCTURED_CHOICES = 1024
 MAX_BAD_WORD_TOKENS = 1024  # of all bad words together, as vLLM
 
@@ -97,8 +97,7 @@ class StructuredOutput:
     is_strict: bool = False  # refuse a schema with keywords that the grammar lacks, instead of leaving them out
 
     def __post_init__(self) -> None:
-        is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
-        limit = MAX_GRAMMAR_CHARS if is_short else MAX_STRUCTURED_CHARS
+        limit = MAX_GRAMMAR_CHARS if self.kind is StructuredKind.GRAMMAR else MAX_STRUCTURED_CHARS
         num_chars = len(self.text) + sum(len(choice) for choice in self.choices)
         require(num_chars <= limit, "structured", f"at most {limit} characters")
         if self.kind is StructuredKind.CHOICE:

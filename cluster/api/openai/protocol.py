@@ -169,6 +169,11 @@ class GenerationBody(ModelBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_structure(self) -> bool:
+        """Whether a form is asked for, which may take long to look at: in a thread, then."""
+        return any(getattr(self, name) is not None for name in OPENAI_FIELDS)
+
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that have the same name in `RequestInput`."""
         shared = {field.name for field in dataclasses.fields(RequestInput)} & GenerationBody.model_fields.keys()

@@ -146,7 +146,9 @@ def test_where_there_is_nothing_to_split_nothing_is_read():
     assert ReplySyntax().reader("", AUTO, is_constrained=False) is None
     assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse(), is_constrained=False) is None
     none = read_tool_use(TOOLS, "none", None)
-    assert ReplySyntax(tool_call_parser="hermes").reader("", none, is_constrained=False) is None
+    assert ReplySyntax(tool_call_parser="pythonic").reader("", none, is_constrained=False) is None
+    closed = ReplySyntax(reasoning_parser="deepseek_r1").reader("…<think>\n\n</think>\n\n", AUTO, is_constrained=False)
+    assert closed is None
 
 
 def test_the_tokenizers_own_template_reads_its_answers():
