@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
 import json
 import logging
 import re
@@ -89,8 +90,8 @@ class ReplySyntax:
         if self.response_template is not None:
             fields = self.response_template.get("fields") or {}
             found = (fields.get(name) or {} for name in REASONING)
-            marks = next(((field.get("open"), field.get("close")) for field in found if field), ())
-            return marks if all(isinstance(mark, str) for mark in marks) else ()
+            marks = next(([field.get("open"), field.get("close")] for field in found if field), [])
+            return tuple(marks) if all(isinstance(mark, str) for mark in marks) else ()
         if self.reasoning_parser is None:
             return ()
         family = REASONING_FAMILIES[self.reasoning_parser]
@@ -130,28 +131,28 @@ class ReplySyntax:
         `is_constrained`: a grammar guarantees the form of calls, so that they can be streamed. Without `thinking`, the
         prompt's end says it. Calls of tools that may not be called are read and not shown.
         """
-        shown = {"shows_calls": use.need != "none", "shows_reasoning": shows_reasoning}
+        make = functools.partial(ReplyReader, shows_calls=use.need != "none", shows_reasoning=shows_reasoning)
         if self.response_template is not None and use.need != "required":
             tools = use.tools if use.need == "none" else use.callable_tools
-            return ReplyReader(dict(self.response_template), prompt, tools, **shown)
+            return make(dict(self.response_template), prompt, tools)
         thinking = self.thinking(prompt, "") if thinking is None else thinking
         fields: dict[str, Any] = {}
         prefix, start = "", r"\A"
         if thinking is not Thinking.OVER:
             opening, closing = self.thought_marks
             opened, start = rf"\A\s*{re.escape(opening)}", rf"(?:\A|(?<={re.escape(closing)}))"
-            if thinking is Thinking.OPEN:  # some models open it once more
-                prefix, opened = opening, rf"{opened}(?:\s*{re.escape(opening)})?"
+            if thinking is Thinking.OPEN:
+                prefix, make = opening, functools.partial(make, again=opening)
             fields[REASONING[0]] = {"open_pattern": opened, "close": closing, "content_args": {"strip": False}}
         family = self._read_family(use)
         tools = use.callable_tools or use.tools
         if family is not None and is_constrained and family.written.is_json:
             template = _template({**fields, STREAMED: _streamed_field(family.written, start)})
-            return ReplyReader(template, prefix, tools, StreamedCalls(family.written, tools), **shown)
+            return make(template, prefix, tools, StreamedCalls(family.written, tools))
         if family is not None:
             fields = {**fields, **_starting_at(start, family.fields)}
         has_tags = family is not None and family.written.has_tags
-        return ReplyReader(_template(fields), prefix, tools, has_tags=has_tags, **shown) if fields else None
+        return make(_template(fields), prefix, tools, has_tags=has_tags) if fields else None
 
     def _read_family(self, use: ToolUse) -> ToolFamily | None:
         """Return the family whose calls an answer may have; where none may, only what its mark tells from text."""
@@ -197,11 +198,14 @@ class ReplyReader:
         has_tags: bool = False,
         shows_calls: bool = True,
         shows_reasoning: bool = True,
+        again: str = "",
     ) -> None:
         """`prefix` is the beginning of the answer that the prompt contains; `streamed` reads the field `STREAMED`.
 
-        `has_tags`: arguments are tags, whose text is read by their schemas.
+        `has_tags`: arguments are tags, whose text is read by their schemas. `again`: the mark of a thought that the
+        prompt has opened; some models open it once more.
         """
+        self._again = again
         self._shows_calls, self._shows_reasoning = shows_calls, shows_reasoning
         from transformers.utils.chat_parsing import (
             ResponseParser,  # imported late: it takes seconds, and most answers need none
@@ -293,6 +297,11 @@ class ReplyReader:
         text = self._blank + text
         if self._is_empty and (self._is_thinking or not self._is_first):
             text = text.lstrip()
+        if self._again and self._is_thinking and self._is_empty:
+            if self._again.startswith(text):
+                self._blank = text
+                return ReplyPart()
+            text, self._again = text.removeprefix(self._again).lstrip(), ""
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         self._is_empty = self._is_empty and not kept
