@@ -94,6 +94,7 @@ class RequestInput:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -274,6 +275,9 @@ class RequestParser:
         stop_token_ids = tuple(request.stop_token_ids or ())
         _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
+        allowed = request.allowed_token_ids
+        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "one token at least")
+        self.require_in_vocabulary(allowed or (), "allowed_token_ids")
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
         acceptance = self._acceptance(request.rejection_sample_method)
@@ -295,6 +299,7 @@ class RequestParser:
                 bad_words=bad_words,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
+                allowed_token_ids=tuple(allowed or ()),
                 logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
                 **set_fields,
             )

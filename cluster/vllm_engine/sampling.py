@@ -42,6 +42,8 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
         "prompt_logprobs": sampling.prompt_logprobs,
         "detokenize": False,  # the gateway does
     }
+    if sampling.allowed_token_ids:
+        arguments["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.logit_bias:
         arguments["logit_bias"] = {item.token_id: item.bias for item in sampling.logit_bias}
     if told := _told_to_plugin(request):

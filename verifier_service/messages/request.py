@@ -127,6 +127,7 @@ class SamplingParams:
     logit_bias: tuple[LogitBias, ...] = ()
     min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    allowed_token_ids: tuple[int, ...] = ()  # no others; none: all
     logprobs: int | None = None  # number of alternatives beside each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
