@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
+from outrider.cluster.api.openai.chat_messages import template_input
 from outrider.cluster.api.openai.chats import Chats
 from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat, Format
 from outrider.cluster.api.openai.protocol import (
@@ -29,7 +31,6 @@ from outrider.cluster.api.openai.protocol import (
     TokenizeBody,
     parse_body,
     parse_json,
-    template_input,
 )
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
@@ -109,7 +110,9 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         body = parse_body(await read_json(request), CompletionBody)
         gateway.check_model_name(body.model)
         answer = _answer(gateway, CompletionFormat(), int(wall_clock()), body)
-        answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
+        read = functools.partial(body.inputs, answer.id)
+        inputs = await asyncio.to_thread(read) if body.has_structure else read()
+        answer.requests = [await gateway.parse(item) for item in inputs]
         return GenerationResponse(answer, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))
@@ -140,7 +143,7 @@ def _add_responses_routes(
         gateway.check_model_name(body.model)
         if shown_policy.get() is KeyPolicy.NEVER:
             body = body.model_copy(update={"store": False})
-        messages = body.messages()
+        messages = await body.messages(store.item)
         if body.previous_response_id is not None:
             before = await store.get(body.previous_response_id, "previous_response_id")
             messages = [*before.messages, *messages]
@@ -148,7 +151,7 @@ def _add_responses_routes(
             gateway, ResponsesFormat(store.id_prefix), int(wall_clock()), include_usage=True, return_token_ids=False
         )
         with in_own_field_names():
-            await chats.open(answer, body.chat(messages))
+            await chats.open(answer, body.chat(messages), body.warnings())
         sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
         return GenerationResponse(sent, stream=bool(body.stream))
 

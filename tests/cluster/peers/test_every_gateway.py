@@ -18,6 +18,7 @@ from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.rollouts.history import PATH, add_history_routes
+from outrider.cluster.common.security import LinkTls
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.cluster.peers import others as others_module
@@ -67,6 +68,7 @@ class PlayedGateway:
         self.server, self.endpoint = await open_port(
             "127.0.0.1",
             lambda server: link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkServicer(answers), server),
+            LinkTls(),
         )
 
     async def meet(self, registry: Registry, *, now_s: float = 0.0, wants_history: bool = True) -> bool:
@@ -135,6 +137,21 @@ async def test_a_response_is_found_continued_and_removed_through_any_gateway():
             with pytest.raises(openai.NotFoundError):
                 await gateway.openai.responses.delete(first.id)
         assert (await two.openai.responses.retrieve(third.id)).id == third.id
+
+
+async def test_an_item_of_a_response_is_found_through_any_gateway():
+    one, two = PlayedGateway("one", "rabbit"), PlayedGateway("two", "hole")
+    async with service(one, two):
+        first = await one.openai.responses.create(model="tiny", input="fox")
+        (item,) = first.output
+        reference = {"type": "item_reference", "id": item.id}
+        await two.openai.responses.create(model="tiny", input=[reference, {"role": "user", "content": "and?"}])
+        (request,) = two.backend.requests
+        assert TOKENIZER.decode(request.prompt_token_ids) == "[assistant]rabbit[user]and?[assistant]"
+        for strange in (f"{item.id}0", item.id[:-2], first.id, "msg", "msg_nobody_1_0", "_one_", ""):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await two.openai.responses.create(model="tiny", input=[{"type": "item_reference", "id": strange}])
+            assert refused.value.param == "input"
 
 
 async def test_a_response_ends_with_its_gateway():
