@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import ssl
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import httpx
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0  # between two events
 MAX_ERROR_CHARS = 500
+_LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class ServerError(RuntimeError):
@@ -95,13 +97,23 @@ async def stream_events(
             if response.status_code != httpx.codes.OK:
                 await response.aread()
                 raise _refusal(response)
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 payload = line.removeprefix("data:").strip()
                 if payload == "[DONE]":
                     return
                 if line.startswith("data:"):
                     yield _event(payload)
     raise ServerError("the stream ended before [DONE]")
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
+    """Yield the lines of an event stream. httpx's would end at Unicode's separators, too, within an event's text."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = _LINE_END.split(rest + data)
+        for line in lines:
+            yield line.decode(errors="replace")
+    yield rest.decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Turn one choice's tokens into text as they are committed, and find stop strings across token boundaries.
 
 A token's text depends on its neighbours: a character may be split over several tokens, and some decoders drop the
-space before the first token. So a short window of tokens is decoded, never a single token:
+space before the first token. So a short window of tokens is decoded, never a single token. The first window begins with
+the prompt's last tokens, if the text goes on in the prompt's: text of prompt + text = text of all tokens.
 
     tokens   |<- published, forgotten ->|<- context ->|<- new ->|
                                         |<------- window ------>|
@@ -19,6 +20,7 @@ while its text may become part of a stop string.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +28,8 @@ from typing import Protocol
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a character, or not yet
 MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, a token at least one
 MAX_WINDOW_TOKENS = 24
+NUM_PROMPT_TOKENS = 4  # that begin the first window; more, up to the limit, if they would begin within a character
+MAX_PROMPT_TOKENS = 16
 
 
 class Tokenizer(Protocol):
@@ -49,28 +53,35 @@ def silent_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class IncrementalDecoder:
-    """Decode a growing token sequence: all deltas and the final flush, joined, are the text of the sequence."""
+    """Decode a growing token sequence: all deltas and the final flush, joined, are the text of the sequence.
 
-    def __init__(self, tokenizer: Tokenizer, *, silent_ids: frozenset[int] = frozenset()) -> None:
+    `prompt_ids`: the tokens before it, whose text it goes on with; a character may be split between them and it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, silent_ids: frozenset[int] = frozenset(), prompt_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._silent_ids = silent_ids
         self._vocab_size = len(tokenizer)
-        self._window: list[int] = []
-        self._num_context_tokens = 0
-        self._num_published_chars = 0
+        self._window = self._end_of(prompt_ids)
+        self._num_context_tokens = self._num_whole_tokens(self._window) or 0
+        self._published = self._decode(self._window) if self._window else ""  # of the window's text
+        self._whole = self._whole_text()
         self.is_unfinished = False  # the text ends within a character
 
     def push(self, token_id: int) -> str:
         """Append one token; return the text that is final now: often the token's own, sometimes none."""
-        # neither kind has text (a model's vocabulary may be padded beyond the tokenizer's)
-        if token_id in self._silent_ids or token_id >= self._vocab_size:
+        if self._is_silent(token_id):
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         final_text = text.rstrip(REPLACEMENT_CHARACTER)
         self.is_unfinished = len(final_text) < len(text)
-        delta = final_text[self._num_published_chars :]
-        self._num_published_chars += len(delta)
+        num_published_chars = self._num_published_chars(text)
+        delta = final_text[num_published_chars:]
+        if delta:
+            self._published = self._whole = final_text
         if delta and not self.is_unfinished:
             self._forget(self._num_context_tokens)
         elif len(self._window) > MAX_WINDOW_TOKENS:
@@ -79,15 +90,50 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Return the text that was held back; an unfinished character becomes a replacement character."""
-        delta = self._decode(self._window)[self._num_published_chars :]
-        self._num_published_chars += len(delta)
+        text = self._decode(self._window)
+        delta = text[self._num_published_chars(text) :]
+        self._published = self._whole = text
         return delta
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Return whether a token has no text: a special one, or padding of the model's vocabulary."""
+        return token_id in self._silent_ids or token_id >= self._vocab_size
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return a prompt's last tokens with text.
+
+        They do not begin within a character: some decoders show its neighbours as replacement characters, too.
+        """
+        spoken = (id_ for id_ in reversed(prompt_ids) if not self._is_silent(id_))
+        last = list(itertools.islice(spoken, MAX_PROMPT_TOKENS))[::-1]
+        ends = (last[-size:] for size in range(min(NUM_PROMPT_TOKENS, len(last)), len(last) + 1))
+        return next((end for end in ends if self._num_whole_tokens(end)), last)
+
+    def _num_whole_tokens(self, token_ids: list[int]) -> int | None:
+        """Return how many tokens there are before a character that the last ones are only a part of.
+
+        None: they begin within a character, or have replacement characters of their own.
+        """
+        sizes = range(len(token_ids), max(0, len(token_ids) - MAX_CHARACTER_TOKENS), -1)
+        return next((size for size in sizes if REPLACEMENT_CHARACTER not in self._decode(token_ids[:size])), None)
+
+    def _whole_text(self) -> str:
+        """Return the published text without a character that the prompt ends within."""
+        before = self._decode(self._window[: self._num_context_tokens]) if self._num_context_tokens else ""
+        return max(before, self._published.rstrip(REPLACEMENT_CHARACTER), key=len)
+
+    def _num_published_chars(self, text: str) -> int:
+        """Return how much of the window's text is published.
+
+        A character that the prompt ends within is, as a replacement character, unless the text has the rest of it.
+        """
+        return len(self._published if text.startswith(self._published) else self._whole)
 
     def _forget(self, num_tokens: int) -> None:
         """Drop the window's first tokens; the remaining ones, all published, become context."""
         del self._window[:num_tokens]
         self._num_context_tokens = len(self._window)
-        self._num_published_chars = len(self._decode(self._window))
+        self._published = self._whole = self._decode(self._window)
 
     def _cut_garbage(self, text: str) -> str:
         """Publish the first part of a window that never ends in a whole character: the window must stay short.
@@ -95,13 +141,13 @@ class IncrementalDecoder:
         A split is between characters if both sides, decoded apart, join to the same text. The second side keeps enough
         tokens for an unfinished character.
         """
+        num_published_chars = self._num_published_chars(text)
         for split in range(len(self._window) - MAX_CHARACTER_TOKENS, 0, -1):
             before, after = self._decode(self._window[:split]), self._decode(self._window[split:])
-            if before + after == text and len(before) >= self._num_published_chars:
-                delta = before[self._num_published_chars :]
+            if before + after == text and len(before) >= num_published_chars:
                 del self._window[:split]
-                self._num_context_tokens = self._num_published_chars = 0
-                return delta
+                self._num_context_tokens, self._published, self._whole = 0, "", ""
+                return before[num_published_chars:]
         return ""
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -183,11 +229,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         silent_ids: frozenset[int] = frozenset(),
+        prompt_ids: Sequence[int] = (),  # whose text the choice's goes on with
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, silent_ids=silent_ids)
+        self._decoder = IncrementalDecoder(tokenizer, silent_ids=silent_ids, prompt_ids=prompt_ids)
         self._finder = StopStringFinder(stop, include=include_stop, min_tokens=min_tokens)
         self._undecoded: list[str] = []  # texts of the last tokens, which end in an unfinished character
 

@@ -153,6 +153,7 @@ class Gateway:
             silent_stop_ids=frozenset() if request.include_stop else frozenset((*sampling.stop_token_ids, *eos)),
             detokenizer=self.text.detokenizer(
                 skip_special_tokens=request.skip_special_tokens,
+                prompt_ids=() if request.is_new_text else request.prompt_token_ids,
                 stop=request.stop,
                 include_stop=request.include_stop,
                 min_tokens=sampling.min_tokens,

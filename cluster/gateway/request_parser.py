@@ -76,6 +76,7 @@ class RequestInput:
     request_id: str | None = None
     model: str | None = None  # the served model's name, or an adapter's
     add_special_tokens: bool = True  # False: a chat template has written them
+    is_new_text: bool = False  # the output does not go on in the prompt's text: a message of its own
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: the rest of the context
     n: int | None = None
     max_tokens: int | None = None
@@ -126,6 +127,7 @@ class ValidRequest:
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
+    is_new_text: bool  # as in `RequestInput`
     sampling: SamplingParams
     num_prompt_logprobs: int | None  # as the client asked; with echo the engine may return more
     echo: tuple[str, ...]  # the prompt, if it is shown before the output; with logprobs one text per token
@@ -198,6 +200,7 @@ class RequestParser:
             stop=stop,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
+            is_new_text=request.is_new_text,
             sampling=await self._sampling(request, num_free_tokens),
             num_prompt_logprobs=request.prompt_logprobs,
             echo=await self._echo(request, prompt_token_ids) if request.echo else (),
@@ -258,10 +261,12 @@ class RequestParser:
         return ids
 
     async def _echo(self, request: RequestInput, prompt_token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        skip_special_tokens = request.skip_special_tokens is not False
         if request.logprobs is not None:
-            skip_special_tokens = request.skip_special_tokens is not False
             return tuple(await self.text.token_texts(prompt_token_ids, skip_special_tokens=skip_special_tokens))
-        return (request.prompt if isinstance(request.prompt, str) else await self.text.decode(request.prompt),)
+        if isinstance(request.prompt, str):
+            return (request.prompt,)
+        return (await self.text.decode(request.prompt, skip_special_tokens=skip_special_tokens),)
 
     def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""

@@ -52,12 +52,10 @@ class TextCodec:
         """Return the token sequences of bad words, in this thread."""
         return word_sequences(words, functools.partial(self.encode_now, add_special_tokens=False))
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        work = functools.partial(
-            self._tokenizer.decode, list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(await self._in_thread(work))
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        silent_ids = self._silent_ids if skip_special_tokens else frozenset()
+        return await self._in_thread(lambda: self._decode_now([id_ for id_ in token_ids if id_ not in silent_ids]))
 
     async def save(self, folder: Path) -> None:
         """Write the tokenizer's files into a folder."""
@@ -104,14 +102,16 @@ class TextCodec:
         self,
         *,
         skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> Detokenizer:
-        """Return a detokenizer for one choice."""
+        """Return a detokenizer for one choice; `prompt_ids`: of the prompt whose text the choice's goes on with."""
         return Detokenizer(
             self._tokenizer,
             silent_ids=self._silent_ids if skip_special_tokens else frozenset(),
+            prompt_ids=prompt_ids,
             stop=stop,
             include_stop=include_stop,
             min_tokens=min_tokens,
@@ -126,15 +126,16 @@ class TextCodec:
         """Return the tokenizer's pieces; None: an id beyond the tokenizer's vocabulary."""
         return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
-    def _token_text(self, token_id: int) -> str:
-        """Return a token's text within a text: some decoders drop the space before the first token."""
+    def _token_text(self, token_id: int, *, is_first: bool = False) -> str:
+        """Return a token's text within a text, or as its first: some decoders drop the space before that."""
         if token_id >= len(self._tokenizer):
             return ""
-        return self._decode_now([*self._anchor, token_id])[len(self._decode_now(self._anchor)) :]
+        before = [] if is_first else self._anchor
+        return self._decode_now([*before, token_id])[len(self._decode_now(before)) :]
 
-    def _token_bytes(self, token_id: int) -> tuple[int, ...] | None:
-        """Return a token's UTF-8 bytes, which may be a part of a character; None: unknown."""
-        text = self._token_text(token_id)
+    def _token_bytes(self, token_id: int, *, is_first: bool = False) -> tuple[int, ...] | None:
+        """Return the UTF-8 bytes of a token's text, which may be a part of a character; None: unknown."""
+        text = self._token_text(token_id, is_first=is_first)
         if REPLACEMENT_CHARACTER not in text:
             return tuple(text.encode())
         piece = self.pieces([token_id])[0] or ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.cluster.gateway.logprobs_format import token_name
+from outrider.cluster.gateway.choice import OutputToken
+from outrider.cluster.gateway.logprobs_format import are_first, token_name
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import SpeculationMetrics, TokenLogprobs
 
@@ -59,14 +60,14 @@ class RequestOutput:
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # summed over all outputs
 
 
-def logprobs_by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[int, Logprob]:
-    """Return the log probabilities of a token and of the `num_top` likeliest ones."""
-    tops = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    ranked = [(entry.token_id, entry.logprob, entry.rank)]
-    ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(tops, start=1) if id_ != entry.token_id]
-    return {
-        id_: Logprob(logprob=logprob, rank=rank, decoded_token=token_name(id_, codec)) for id_, logprob, rank in ranked
-    }
+def logprobs_by_id(tokens: Sequence[OutputToken], codec: TextCodec, num_top: int) -> list[dict[int, Logprob]]:
+    """Return each output token's log probability and those of the `num_top` likeliest ones."""
+    placed = zip(tokens, are_first(tokens, codec), strict=True)
+    return [
+        _by_id(token.logprobs, codec, num_top, is_first=is_first)
+        for token, is_first in placed
+        if token.logprobs is not None
+    ]
 
 
 def prompt_logprobs_by_id(
@@ -75,4 +76,14 @@ def prompt_logprobs_by_id(
     """Return the same for each token of a prompt; None: not requested."""
     if entries is None or num_top is None:
         return None
-    return [None if entry is None else logprobs_by_id(entry, codec, num_top) for entry in entries]
+    return [None if entry is None else _by_id(entry, codec, num_top) for entry in entries]
+
+
+def _by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int, *, is_first: bool = False) -> dict[int, Logprob]:
+    tops = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(tops, start=1) if id_ != entry.token_id]
+    return {
+        id_: Logprob(logprob=logprob, rank=rank, decoded_token=token_name(id_, codec, is_first=is_first))
+        for id_, logprob, rank in ranked
+    }

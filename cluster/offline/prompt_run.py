@@ -133,10 +133,11 @@ class PromptRun:
         sampling: SamplingParams,
         context: RunContext,
         *,
+        is_new_text: bool = False,  # as in `RequestInput`
         history_key: str | None = None,
     ) -> None:
         self.request_id, self._prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self._sampling, self._context = sampling, context
+        self._sampling, self._context, self._is_new_text = sampling, context, is_new_text
         if context.rollouts:
             require_lossless(AcceptanceRule(sampling.rejection_sample_method or context.acceptance))
         engine_sampling = sampling.for_engine(
@@ -200,14 +201,14 @@ class PromptRun:
         )
 
     def _completion(self, run: OutputRun | TokenRun, chunk: GatewayChunk) -> CompletionOutput:
-        num_top, codec = self._sampling.logprobs, self._context.codec
+        num_top = self._sampling.logprobs
         entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
         assert run.finish_reason is not None
         return CompletionOutput(
             index=chunk.index,
             text=chunk.text,
             token_ids=list(chunk.token_ids),
-            logprobs=None if num_top is None else [logprobs_by_id(entry, codec, num_top) for entry in entries],
+            logprobs=None if num_top is None else logprobs_by_id(chunk.tokens, self._context.codec, num_top),
             cumulative_logprob=None if num_top is None else sum(entry.logprob for entry in entries),
             finish_reason=run.finish_reason,
             stop_reason=self._stop_reason(chunk, self.requests[chunk.index].sampling),
@@ -238,6 +239,7 @@ class PromptRun:
             silent_stop_ids=frozenset() if own.include_stop_str_in_output else stop_ids,
             detokenizer=context.codec.detokenizer(
                 skip_special_tokens=own.skip_special_tokens,
+                prompt_ids=() if self._is_new_text else self.prompt_token_ids,
                 stop=own.stop_strings,
                 include_stop=own.include_stop_str_in_output,
                 min_tokens=own.min_tokens,

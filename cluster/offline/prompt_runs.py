@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -50,23 +49,29 @@ class PromptRuns:
         prompts: Sequence[tuple[str, Prompt]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         history_keys: Sequence[str | None] | None = None,
-        **template: Any,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
     ) -> list[PromptRun]:
         """Return a run for each prompt, in order. Raises `ValueError` naming the bad field.
 
-        `prompts` come with their names in errors; `history_keys`: one each, as in `GenerationRequest`. `template`:
-        `add_generation_prompt` and `chat_template` of conversations.
+        `prompts` come with their names in errors; `history_keys`: one each, as in `GenerationRequest`. Of
+        conversations: whether an answer of its own begins, and a template in place of the model's.
         """
         samplings = _one_for_each(sampling_params, len(prompts))
         keys = _checked_keys(history_keys, len(prompts))
-        tokenised = [self._tokenised(prompt, name, **template) for name, prompt in prompts]
+        tokenised = [
+            self._tokenised(prompt, name, add_generation_prompt=add_generation_prompt, chat_template=chat_template)
+            for name, prompt in prompts
+        ]
+        are_new = [prompt.messages is not None and add_generation_prompt for _, prompt in prompts]
         return [
-            PromptRun(str(next(self._numbers)), text, token_ids, sampling, self._context, history_key=key)
-            for (text, token_ids), sampling, key in zip(tokenised, samplings, keys, strict=True)
+            PromptRun(str(next(self._numbers)), text, ids, sampling, self._context, is_new_text=is_new, history_key=key)
+            for (text, ids), is_new, sampling, key in zip(tokenised, are_new, samplings, keys, strict=True)
         ]
 
     def _tokenised(
-        self, prompt: Prompt, name: str, *, add_generation_prompt: bool = True, chat_template: str | None = None
+        self, prompt: Prompt, name: str, *, add_generation_prompt: bool, chat_template: str | None
     ) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, if it has one, and its token ids."""
         codec = self._context.codec

@@ -81,7 +81,8 @@ class PromptLine:
 def read_prompt_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSONL file: each line is a prompt (one of PROMPT_FIELDS), with sampling fields of its own."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # not at Unicode's line separators, which may stand within JSON
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not text.strip():
             continue
         try:

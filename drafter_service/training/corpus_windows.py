@@ -213,7 +213,8 @@ def _documents_of(
     if path.suffix != ".jsonl":
         yield _plain(text, tokenizer)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not at Unicode's line separators, which may stand within JSON
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _document_of_line(line, tokenizer, chats, f"{path}:{number}")
 

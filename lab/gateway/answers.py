@@ -51,7 +51,8 @@ def _unchunked(body: bytes) -> bytes:
 
 def num_token_events(answer: bytes) -> int:
     """Count the events of a stream that bring a token. Raises `BadAnswer`, also if it does not end with [DONE]."""
-    payloads = [event.removeprefix(b"data:").strip() for event in body_of(answer).split(b"\n\n") if event.strip()]
+    events = body_of(answer).split(b"\n\n")
+    payloads = [event.removeprefix(b"data:").strip() for event in events if event.startswith(b"data:")]
     if not payloads or payloads[-1] != b"[DONE]":
         raise BadAnswer("the stream breaks off" if payloads else "an empty stream")
     return sum(brings_token(json.loads(payload)) for payload in payloads[:-1])

@@ -83,6 +83,39 @@ def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToke
     return wrapped
 
 
+SPACED_WORDS = ("<s>", "<unk>", "▁", "▁a", "▁bee", "a", "b", ".", "▁▁", "\n", "[/INST]")
+SPACED_DECODERS = {  # of tokenizers that write a space into the token behind it
+    "sentencepiece": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]),
+    "metaspace first": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]),
+    "metaspace never": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]),
+    "no strip": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+}
+
+
+def spaced_tokenizer(kind: str = "sentencepiece", chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose decoder may drop a text's first space; bytes fall back to tokens of their own."""
+    words = [*SPACED_WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = SPACED_DECODERS[kind]
+    special = {"bos_token": "<s>", "additional_special_tokens": ["[/INST]"]}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def spaced_ids(*pieces: str) -> list[int]:
+    """Return the ids of pieces of a `spaced_tokenizer`; a character that is none is its bytes."""
+    ids: list[int] = []
+    for piece in pieces:
+        known = [SPACED_WORDS.index(piece)] if piece in SPACED_WORDS else None
+        ids += known or [len(SPACED_WORDS) + byte for byte in piece.encode()]
+    return ids
+
+
 def fake_logprobs(token_id: int, num_top: int | None) -> TokenLogprobs:
     """Return a token's made-up log probability: its rank is 2, behind the token with the next id."""
     top = [(token_id + 1, -0.25), (token_id, -1.5), (token_id + 2, -math.inf)][: num_top or 0]

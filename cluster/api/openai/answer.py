@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -22,6 +23,10 @@ from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.replies.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 10.0  # proxies and clients give up on a connection on which nothing comes, some after 15 s
+PING = b": ping\n\n"  # a comment, which clients pass over
+_SEPARATORS = {separator: f"\\u{ord(separator):04x}" for separator in "\x85\u2028\u2029"}
 
 ResultT = TypeVar("ResultT")
 
@@ -83,6 +88,10 @@ class Answer:
             usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
         yield b"data: [DONE]\n\n"
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+        return event_of(error_object(error))
 
     async def whole(self) -> dict[int, GatewayChunk]:
         """Generate to the end; return each choice as one chunk, by its index in the answer."""
@@ -154,9 +163,17 @@ def _kv_fields(chunks: Iterable[GatewayChunk]) -> dict[str, Any]:
     return {"kv_transfer_params": kept[0]} if kept else {}
 
 
-def event_of(message: dict[str, Any]) -> bytes:
-    """Return a message as a server-sent event."""
-    return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+def event_of(message: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a message as a server-sent event, which may have a name.
+
+    Unicode's line separators are escaped: many clients split lines there, too.
+    """
+    data = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+    if not data.isascii():
+        for separator, escaped in _SEPARATORS.items():
+            data = data.replace(separator, escaped)
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n".encode()
 
 
 def error_response(error: OutriderError) -> JSONResponse:
@@ -179,22 +196,29 @@ class Sent(Protocol):
 
     def events(self) -> AsyncIterator[bytes]: ...
 
+    def failure(self, error: OutriderError) -> bytes: ...
+
 
 class GenerationResponse(Response):
     """Generate an answer while sending it; cancel it if the client disconnects.
 
-    The status line waits for the first event, so that an early error has its own status in a stream too.
+    The status line waits for the first event, so that an early error has its own status in a stream too; but no longer
+    than `ping_interval_s`. From then on, comments come while there is nothing else.
     """
 
-    def __init__(self, answer: Sent, *, stream: bool) -> None:
+    def __init__(self, answer: Sent, *, stream: bool, ping_interval_s: float = PING_INTERVAL_S) -> None:
         super().__init__()
         self._answer = answer
         self._stream = stream
+        self._ping_interval_s = ping_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(scope, receive, send) if self._stream else self._send_object(scope, receive, send)
         try:
-            await _unless_disconnected(receive, work)
+            if self._stream:
+                sender = EventSender(send, self._ping_interval_s)
+                await _unless_disconnected(receive, self._send_events(sender, scope, receive, send), sender)
+            else:
+                await _unless_disconnected(receive, self._send_object(scope, receive, send))
         except ClientDisconnected:
             logger.info("client of %s disconnected", self._answer.id)
 
@@ -205,41 +229,91 @@ class GenerationResponse(Response):
             response = error_response(error)
         await response(scope, receive, send)
 
-    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+    async def _send_events(self, sender: EventSender, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._answer.events()) as events:  # type: ignore[type-var]
             try:
                 async for event in events:
-                    if not started:
-                        await send(self._start_message())
-                        started = True
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await sender.send(event)
             except OutriderError as error:
-                if not started:
+                if sender.end_unbegun():
                     await error_response(error)(scope, receive, send)
                     return
-                await send({"type": "http.response.body", "body": event_of(error_object(error)), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await sender.send(self._answer.failure(error))
+        await sender.end()
 
-    def _start_message(self) -> dict[str, Any]:
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # a buffering proxy would defeat streaming
-        }
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+class EventSender:
+    """Sends a stream's events; the first of them, or a ping, begins the response."""
+
+    def __init__(self, send: Send, ping_interval_s: float) -> None:
+        self._send = send
+        self._ping_interval_s = ping_interval_s
+        self._sent_s = time.monotonic()  # when the last event was, or the call arrived
+        self._has_begun = self._has_ended = False
+        self._sending = asyncio.Lock()  # pings come from another task
+
+    @property
+    def silence_s(self) -> float | None:
+        """How long there may yet be silence; None: the response ends, and needs no ping."""
+        return None if self._has_ended else max(0.0, self._sent_s + self._ping_interval_s - time.monotonic())
+
+    async def send(self, event: bytes) -> None:
+        """Send an event."""
+        async with self._sending:
+            if not self._has_begun:
+                self._has_begun = True
+                await self._send(_start_message())
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self._sent_s = time.monotonic()
+
+    async def ping_if_silent(self) -> None:
+        """Send a comment if there has been silence for too long; not while an event waits for a slow client."""
+        if self.silence_s != 0.0:
+            return
+        if self._sending.locked():
+            self._sent_s = time.monotonic()
+        else:
+            await self.send(PING)
+
+    def end_unbegun(self) -> bool:
+        """End a stream of which nothing was sent, for another response; return whether it was one."""
+        self._has_ended = not self._has_begun
+        return self._has_ended
+
+    async def end(self) -> None:
+        """End the response."""
+        self._has_ended = True
+        async with self._sending:
+            if not self._has_begun:
+                await self._send(_start_message())
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _start_message() -> dict[str, Any]:
+    headers = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # a buffering proxy would defeat streaming
+    }
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 class ClientDisconnected(Exception):
     """The client disconnected before its answer was complete."""
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run `work`; if the client disconnects, cancel it and raise `ClientDisconnected`."""
+async def _unless_disconnected(
+    receive: Receive, work: Coroutine[Any, Any, ResultT], sender: EventSender | None = None
+) -> ResultT:
+    """Run `work`; if the client disconnects, cancel it and raise `ClientDisconnected`. Meanwhile, `sender` pings."""
     task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        while not (task.done() or watcher.done()):
+            silence_s = None if sender is None else sender.silence_s
+            await asyncio.wait((task, watcher), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if sender is not None and not (task.done() or watcher.done()):
+                await sender.ping_if_silent()
         if not task.done():
             raise ClientDisconnected
         return task.result()

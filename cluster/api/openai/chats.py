@@ -45,6 +45,7 @@ class Chats:
             structured=request.structured if calls is None else calls.output,
             warnings=warnings if calls is None else (*warnings, *calls.warnings),
             skip_special_tokens=False if shows_special else request.skip_special_tokens,
+            is_new_text=fields["add_generation_prompt"],
         )
         answer.requests = [await answer.gateway.parse(request)]
         if answer.gateway.next_turn is not None and fields["add_generation_prompt"]:

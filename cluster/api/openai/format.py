@@ -248,7 +248,7 @@ def _completion_logprobs(shown: ShownChoice, chunk: GatewayChunk, echo: Sequence
     num_top = shown.request.sampling.logprobs
     if num_top is None:
         return None
-    tokens = [ShownToken(id=token.id, text=token.text, logprobs=token.logprobs) for token in chunk.tokens]
+    tokens = _shown_tokens(chunk)
     if echo:
         entries = chunk.prompt_logprobs or ()
         prompt = zip(shown.request.prompt_token_ids, echo, entries, strict=True)
@@ -261,8 +261,12 @@ def _chat_logprobs(shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any] | 
     num_top = shown.request.sampling.logprobs
     if num_top is None:
         return None
-    entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
-    return chat_logprobs(entries, shown.codec, num_top=num_top, as_ids=shown.names_ids)
+    place = {"num_top": num_top, "first_offset": shown.num_chars}
+    return chat_logprobs(_shown_tokens(chunk), shown.codec, **place, as_ids=shown.names_ids)
+
+
+def _shown_tokens(chunk: GatewayChunk) -> list[ShownToken]:
+    return [ShownToken(id=token.id, text=token.text, logprobs=token.logprobs) for token in chunk.tokens]
 
 
 def _reason(chunk: GatewayChunk) -> str | None:

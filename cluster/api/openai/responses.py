@@ -5,14 +5,13 @@ Events of a stream: an item or a content part is added, grows by deltas, is done
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.api.openai.answer import Answer
+from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.openai.format import (
     ChatFormat,
     ShownChoice,
@@ -145,6 +144,7 @@ class ResponsesAnswer:
     messages: Sequence[Message]  # the chat before the answer, without instructions
     store: ResponseStore
     output: OutputItems = field(default_factory=OutputItems)
+    num_events: int = 0
 
     @property
     def id(self) -> str:
@@ -161,18 +161,19 @@ class ResponsesAnswer:
         return response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the stream's events; an error after the first becomes an event."""
-        number = 0
-        try:
-            async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
-                async for step in steps:
-                    yield _event(step, number)
-                    number += 1
-        except OutriderError as error:
-            if number == 0:
-                raise
-            failed = self._response("failed") | {"error": error_object(error)["error"]}
-            yield _event({"type": "response.failed", "response": failed}, number)
+        """Yield the stream's events."""
+        async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+            async for step in steps:
+                yield self._event(step)
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+        failed = self._response("failed") | {"error": error_object(error)["error"]}
+        return self._event({"type": "response.failed", "response": failed})
+
+    def _event(self, step: Event) -> bytes:
+        number, self.num_events = self.num_events, self.num_events + 1
+        return event_of({"type": step["type"], "sequence_number": number, **step}, step["type"])
 
     async def _steps(self) -> AsyncIterator[Event]:
         """Yield the events; the last one has the whole response, which is stored unless the client forbids it."""
@@ -246,8 +247,3 @@ def _ending(last: GatewayChunk, shown: ShownChoice) -> dict[str, Any]:
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def _event(step: Event, number: int) -> bytes:
-    message = {"type": step["type"], "sequence_number": number, **step}
-    return f"event: {step['type']}\ndata: {json.dumps(message, ensure_ascii=False)}\n\n".encode()

@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.rollouts.sglang_protocol import GenerateBody, NativePrompt
+from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan
 from outrider.cluster.gateway.logprobs_format import finite
 from outrider.cluster.gateway.request_parser import ValidRequest
@@ -45,6 +46,10 @@ class NativeAnswer:
                 place = {"index": index} if self._is_list else {}
                 yield event_of({**self._object(index, whole), **place})
         yield b"data: [DONE]\n\n"
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+        return self.answer.failure(error)
 
     @property
     def _is_list(self) -> bool:

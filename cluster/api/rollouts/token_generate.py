@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.openai.format import metrics_object, usage_object
 from outrider.cluster.api.openai.protocol import GenerationBody, ModelBody, TokenIds, parse_body
-from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
 from outrider.cluster.gateway.logprobs_format import finite, id_name, prompt_logprobs
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
@@ -102,6 +102,10 @@ class TokenAnswer:
                 spans = {"weight_versions": _spans(whole)} if chunk.finish_reason is not None else {}
                 yield event_of(self._envelope([{**self._choice(chunk), "weight_versions": None, **spans}]))
         yield b"data: [DONE]\n\n"
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+        return self.answer.failure(error)
 
     def _envelope(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         model = self._request.adapter or self.answer.gateway.model.name

@@ -71,7 +71,9 @@ async function* eventData(body) {
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
       const events = (rest + part.value).split("\n\n");
       rest = events.pop();
-      for (const event of events) yield event.replace(/^data: /, "");
+      for (const event of events) {
+        if (event.startsWith("data: ")) yield event.slice("data: ".length); // others are comments
+      }
     }
   } finally {
     await reader.cancel();

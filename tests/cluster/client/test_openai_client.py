@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,16 @@ async def model(handler: Handler) -> str:
 async def test_events_are_read_up_to_done_and_other_lines_skipped():
     text = ': keep-alive\n\ndata: {"a": 1}\n\nevent: x\ndata:{"a": 2}\n\ndata: [DONE]\n\ndata: {"a": 3}\n\n'
     assert await events(answers(text=text)) == [{"a": 1}, {"a": 2}]
+    assert await events(answers(text=text.replace("\n", "\r\n"))) == [{"a": 1}, {"a": 2}]
+
+
+async def test_lines_end_where_the_standard_says_and_not_within_a_text():
+    async def pieces() -> AsyncIterator[bytes]:
+        body = 'data: {"a": "x\u2028\u2029\x85日y"}\r\n\r\ndata: [DONE]\r\n\r\n'.encode()
+        for byte in body:
+            yield bytes([byte])
+
+    assert await events(lambda _: httpx.Response(200, content=pieces())) == [{"a": "x\u2028\u2029\x85日y"}]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
-from fakes.backend import EOS, build_tokenizer
+from fakes.backend import EOS, SPACED_DECODERS, SPACED_WORDS, build_tokenizer, spaced_ids, spaced_tokenizer
 from outrider.cluster.gateway.detokenizer import Detokenizer, IncrementalDecoder, StopStringFinder, silent_token_ids
 
 TOKENIZER = build_tokenizer()
@@ -15,16 +13,6 @@ TOKENIZER = build_tokenizer()
 def decode_incrementally(tokenizer, ids, **kwargs):
     decoder = IncrementalDecoder(tokenizer, **kwargs)
     return "".join([decoder.push(id_) for id_ in ids] + [decoder.flush()])
-
-
-def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """A sentencepiece-like tokenizer: the decoder drops the first space, bytes fall back to tokens of their own."""
-    words = ["<unk>", "▁", "▁a", "▁bee", "b", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @given(st.text(max_size=60))
@@ -40,15 +28,61 @@ def test_any_tokens_give_the_text_of_the_whole(ids):
     assert decode_incrementally(TOKENIZER, ids) == TOKENIZER.decode(ids)
 
 
+SPACED = {kind: spaced_tokenizer(kind) for kind in SPACED_DECODERS}
+PIECES = st.sampled_from([*SPACED_WORDS, "€", "日", "😀", "\ufffd"])
+
+
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from([[1], [2], [3], [4], [5], [6 + 0xE2, 6 + 0x82, 6 + 0xAC]]), max_size=30))
-def test_leading_spaces_and_byte_fallback(pieces):
-    tokenizer = SPACED
-    ids = [id_ for piece in pieces for id_ in piece]
-    assert decode_incrementally(tokenizer, ids) == tokenizer.decode(ids)
+@pytest.mark.parametrize("kind", SPACED)
+@given(prompt=st.lists(PIECES, max_size=20), pieces=st.lists(PIECES, max_size=30), skips=st.booleans())
+def test_text_goes_on_where_the_prompts_ends(kind, prompt, pieces, skips):
+    tokenizer, prompt_ids, ids = SPACED[kind], spaced_ids(*prompt), spaced_ids(*pieces)
+    silent_ids = silent_token_ids(tokenizer) if skips else frozenset()
+    text = decode_incrementally(tokenizer, ids, silent_ids=silent_ids, prompt_ids=prompt_ids)
+    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=skips)
+    assert tokenizer.decode(prompt_ids, skip_special_tokens=skips) + text == whole
 
 
-SPACED = spaced_tokenizer()
+@given(st.text(max_size=20), st.text(max_size=40))
+@example("a\ufffd", "\ufffdb")
+@example("日本語" * 9, "日")
+def test_bytes_go_on_where_the_prompts_end(prompt, text):
+    ids, num_bytes = TOKENIZER.encode(prompt + text), len(prompt.encode())
+    for num_prompt in {0, num_bytes // 3, len(ids) // 2, len(ids)}:
+        before = TOKENIZER.decode(ids[:num_prompt])
+        told = decode_incrementally(TOKENIZER, ids[num_prompt:], prompt_ids=ids[:num_prompt])
+        # a prompt of token ids may end within a character, which is then the text's
+        assert prompt + text in (before + told, before.rstrip("\ufffd") + told)
+
+
+@pytest.mark.parametrize("kind", SPACED)
+@pytest.mark.parametrize("prompt", ["▁a", "a", "€", "€" * 30, "[/INST]", "\n"])
+@pytest.mark.parametrize("num_within", [1, 2])
+def test_a_character_may_be_split_between_prompt_and_text(kind, prompt, num_within):
+    character = spaced_ids("日")
+    before = spaced_ids("▁a", prompt)
+    told = decode_incrementally(
+        SPACED[kind],
+        [*character[num_within:], *spaced_ids("€", "▁bee")],
+        prompt_ids=[*before, *character[:num_within]],
+    )
+    assert told == "日€ bee"
+
+
+def test_a_text_of_its_own_begins_without_the_space_that_its_decoder_drops():
+    ids = spaced_ids("▁bee", "▁a")
+    silent_ids = silent_token_ids(SPACED["sentencepiece"])
+    assert decode_incrementally(SPACED["sentencepiece"], ids) == "bee a"
+    prompt_ids = spaced_ids("<s>")  # that has no text to go on with
+    assert decode_incrementally(SPACED["sentencepiece"], ids, silent_ids=silent_ids, prompt_ids=prompt_ids) == "bee a"
+
+
+def test_a_stop_string_begins_with_the_texts_first_space_and_not_in_the_prompt():
+    tokenizer, prompt_ids, ids = SPACED["sentencepiece"], spaced_ids("▁a", "b"), spaced_ids("b", "▁bee", ".")
+    stopped = Detokenizer(tokenizer, prompt_ids=prompt_ids, stop=("bb", "b bee"))
+    assert (stopped.push(ids), stopped.stop_string) == (["", ""], "b bee")
+    spaced = Detokenizer(tokenizer, prompt_ids=prompt_ids, stop=(" bee",))
+    assert (spaced.push(ids[1:]), spaced.stop_string) == ([""], " bee")
 
 
 def test_an_unfinished_character_is_held_back_and_a_finished_one_is_not():

@@ -22,7 +22,8 @@ def test_each_shape_shows_so_many_alternatives_and_the_token(tokenizer):
         [ShownToken(id=one.token_id, text="a", logprobs=one)], codec, num_top=1, first_offset=0
     )["top_logprobs"]
     assert shown == {"b": -0.5, "a": -3.0}
-    (item,) = chat_logprobs([one], codec, num_top=1)["content"]
+    shown = [ShownToken(id=one.token_id, text="a", logprobs=one)]
+    (item,) = chat_logprobs(shown, codec, num_top=1, first_offset=0)["content"]
     assert item["token"] == "a"
     assert [top["token"] for top in item["top_logprobs"]] == ["b"]
     first, second = prompt_logprobs([None, one], codec, num_top=1)
@@ -43,7 +44,7 @@ def test_everything_is_json(tokenizer):
     one = TokenLogprobs(token_id=5, logprob=-math.inf, rank=9, top_token_ids=(6,), top_logprobs=(-math.inf,))
     shapes = [
         completion_logprobs([ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=3),
-        chat_logprobs([one], codec, num_top=1),
+        chat_logprobs([ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=3),
         prompt_logprobs([one], codec, num_top=1),
     ]
     assert json.dumps(shapes, allow_nan=False).count("-9999.0") == 7
@@ -61,5 +62,5 @@ def test_tokens_are_named_by_their_ids_if_asked(tokenizer):
     tokens = [ShownToken(id=5, text="x", logprobs=one)]
     shown = completion_logprobs(tokens, codec, num_top=1, first_offset=0, as_ids=True)
     assert (shown["tokens"], shown["top_logprobs"]) == (["token_id:5"], [{"token_id:6": -0.25, "token_id:5": -0.5}])
-    (item,) = chat_logprobs([one], codec, num_top=1, as_ids=True)["content"]
+    (item,) = chat_logprobs(tokens, codec, num_top=1, first_offset=0, as_ids=True)["content"]
     assert (item["token"], item["top_logprobs"][0]["token"]) == ("token_id:5", "token_id:6")

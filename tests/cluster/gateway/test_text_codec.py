@@ -4,32 +4,33 @@ import asyncio
 import threading
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
-from fakes.backend import CALL_TEMPLATES, EOS, build_tokenizer, calls_template, chat_of_call
+from fakes.backend import (
+    CALL_TEMPLATES,
+    EOS,
+    build_tokenizer,
+    calls_template,
+    chat_of_call,
+    spaced_ids,
+    spaced_tokenizer,
+)
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.text_codec import NUM_THREADS, TextCodec
 
 
 @pytest.fixture(scope="module")
 def spaced() -> TextCodec:
-    """A sentencepiece-like tokenizer: the decoder drops the first space, bytes fall back to tokens of their own."""
-    words = ["<unk>", "▁a", "a", "▁bee", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return TextCodec(spaced_tokenizer())
 
 
 def test_a_token_keeps_the_space_that_a_decoder_drops_at_the_start(spaced):
-    assert spaced.token_text(3) == " bee"
-    assert spaced.token_bytes(3) == tuple(b" bee")
+    (bee,) = spaced_ids("▁bee")
+    assert (spaced.token_text(bee), spaced.token_text(bee, is_first=True)) == (" bee", "bee")
+    assert (spaced.token_bytes(bee), spaced.token_bytes(bee, is_first=True)) == (tuple(b" bee"), tuple(b"bee"))
 
 
 def test_the_bytes_of_a_part_of_a_character(spaced, tokenizer):
-    assert spaced.token_bytes(4 + 0xE6) == (0xE6,)
+    assert spaced.token_bytes(spaced_ids("日")[0]) == (0xE6,)
     codec = TextCodec(tokenizer)
     parts = [codec.token_bytes(id_) for id_ in tokenizer.encode("日 é\n😀")]
     assert bytes(byte for part in parts for byte in part).decode() == "日 é\n😀"
@@ -47,6 +48,7 @@ async def test_texts_of_tokens_concatenate(tokenizer):
     assert await codec.token_texts(ids, skip_special_tokens=True) == ["a", "", "日", ""]
     assert await codec.token_texts(ids, skip_special_tokens=False) == ["a", "", "日", EOS]
     assert await codec.decode(ids) == f"a日{EOS}"
+    assert await codec.decode(ids, skip_special_tokens=True) == "a日"
 
 
 async def test_few_texts_are_tokenised_at_a_time(tokenizer):

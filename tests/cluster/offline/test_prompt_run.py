@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from fakes.backend import spaced_ids, spaced_tokenizer
+from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.outputs import RequestOutput
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
+from outrider.cluster.offline.prompt_runs import PromptRuns
+from outrider.cluster.offline.prompts import Prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import (
@@ -90,3 +94,28 @@ def test_without_text_all_else_is_the_same(context: RunContext, last: dict[str, 
     assert (completion.text, completion.token_ids[:3]) == ("", [40, 41, 42])
     assert told.outputs[0].text != ""
     assert silent == dataclasses.replace(told, outputs=[dataclasses.replace(told.outputs[0], text="")])
+
+
+@pytest.mark.parametrize(("is_new_text", "text"), [(False, " bee b"), (True, "bee b")])
+def test_an_output_goes_on_in_the_prompts_text_unless_it_answers_a_chat(context: RunContext, is_new_text, text) -> None:
+    ids = spaced_ids("▁bee", "▁", "b")
+    context = dataclasses.replace(context, codec=CountingCodec(spaced_tokenizer()))
+    run = PromptRun("7", None, tuple(spaced_ids("▁a")), SamplingParams(logprobs=0), context, is_new_text=is_new_text)
+    drawn = tuple(dataclasses.replace(LOGPROBS[0], token_id=id_, top_token_ids=(id_,)) for id_ in ids)
+    last = {"token_ids": tuple(ids), "logprobs": drawn, "finish_reason": FinishReason.LENGTH}
+    run.absorb(EngineOutput(request_id=run.requests[0].request_id, **last))
+    (output,) = run.output().outputs
+    names = [entry[id_].decoded_token for entry, id_ in zip(output.logprobs, ids, strict=True)]
+    assert (output.text, "".join(names)) == (text, text)
+
+
+def test_chats_ask_for_texts_of_their_own(context: RunContext) -> None:
+    codec = TextCodec(spaced_tokenizer(chat_template="{{ messages[-1]['content'] }}"))
+    runs = PromptRuns(ServiceConfig(), context.plan, codec, max_model_len=64, eos_token_ids=frozenset())
+    chat = Prompt(messages=({"role": "user", "content": "a"},))
+
+    def begins(prompt: Prompt, **fields: Any) -> str:
+        (run,) = runs.runs([("p", prompt)], None, **fields)
+        return run.absorb(EngineOutput(request_id=run.requests[0].request_id, token_ids=tuple(spaced_ids("▁a")))).text
+
+    assert [begins(Prompt(text="a")), begins(chat), begins(chat, add_generation_prompt=False)] == [" a", "a", " a"]

@@ -86,6 +86,12 @@ def test_what_is_wrong_with_a_line_is_named(fields: dict[str, Any], message: str
         parse(fields)
 
 
+def test_a_line_may_have_unicodes_line_separators_in_its_text(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028\x85b"}\r\n{"prompt": "c"}', encoding="utf-8")
+    assert read_prompt_lines(path) == [{"prompt": "a\u2028\x85b"}, {"prompt": "c"}]
+
+
 def test_bad_file_names_the_line(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\nnot json\n')

@@ -40,9 +40,9 @@ def test_documents_come_from_files_folders_and_lines_in_path_order(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.md").write_text("first")
     (tmp_path / "a" / "y.bin").write_bytes(b"\xff\xfe\x00")
-    lines = [{"text": "third"}, {"messages": [{"role": "user", "content": "hi"}]}]
-    (tmp_path / "c.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
-    assert texts_of(read_documents([tmp_path], TOKENIZER)) == ["first", "second", "third", "[user]hi"]
+    lines = [{"text": "third\u2028"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "c.jsonl").write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    assert texts_of(read_documents([tmp_path], TOKENIZER)) == ["first", "second", "third\u2028", "[user]hi"]
     assert texts_of(read_documents([tmp_path / "b.txt"], TOKENIZER)) == ["second"]
 
 

@@ -44,7 +44,7 @@ EVENTS = (event(TOKEN), event(TOKEN), event(LAST), event("[DONE]"))
 
 @pytest.mark.parametrize("frame", [chunked, whole])
 def test_events_with_a_token_are_counted(frame: Any) -> None:
-    assert num_token_events(frame(*EVENTS)) == 3
+    assert num_token_events(frame(b": ping\n\n", *EVENTS)) == 3
     usage = event({"choices": [], "usage": {"completion_tokens": 3}})
     assert num_token_events(frame(*EVENTS[:3], usage, EVENTS[3])) == 3
 

@@ -10,7 +10,16 @@ import openai
 import pytest
 import uvicorn
 
-from fakes.backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
+from fakes.backend import (
+    EOS,
+    SPACED_DECODERS,
+    FakeBackend,
+    build_gateway,
+    build_tokenizer,
+    says,
+    spaced_ids,
+    spaced_tokenizer,
+)
 from outrider.cluster.api.openai.endpoints import MAX_BODY_BYTES, build_api
 from outrider.cluster.api.openai.protocol import MAX_TOKENIZED_CHARS
 from outrider.cluster.common.errors import Overloaded, RequestFailed, Unavailable
@@ -333,6 +342,48 @@ async def test_completions_show_log_probabilities_beside_the_text(tokenizer, str
     assert joined["top_logprobs"][1] == {tokenizer.decode([prompt[1] + 1]): -0.25, "b": -1.5}
     assert backend.requests[0].sampling.prompt_logprobs == 2
     assert all("prompt_logprobs" not in choice for shown in objects for choice in shown["choices"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("kind", SPACED_DECODERS)
+async def test_prompt_and_text_are_what_the_tokenizer_says_of_all_tokens(kind, echo, stream):
+    tokenizer = spaced_tokenizer(kind)
+    prompt, ids = spaced_ids("<s>", "▁a", "b", "▁"), spaced_ids("▁bee", "b", "日", "▁a")
+    body = {"prompt": prompt, "stream": stream, "echo": echo}
+    async with client_of(FakeBackend(lambda _: [[id_] for id_ in ids]), tokenizer) as client:
+        plain = await client.post("/v1/completions", json=body)
+        named = await client.post("/v1/completions", json={**body, "logprobs": 0})
+    texts = ["".join(choice["text"] for choice in choices_of(answer, stream)) for answer in (plain, named)]
+    before = "" if echo else tokenizer.decode(prompt, skip_special_tokens=True)
+    assert [before + text for text in texts] == [tokenizer.decode(prompt + ids, skip_special_tokens=True)] * 2
+    lists = [choice["logprobs"] for choice in choices_of(named, stream)]
+    names, offsets = ([item for part in lists for item in part[name]] for name in ("tokens", "text_offset"))
+    placed = zip(names, offsets, strict=True)
+    spoken = [(name, offset) for name, offset in placed if name != "<s>" and "bytes:" not in name]
+    assert [texts[0][offset:].startswith(name) for name, offset in spoken] == [True] * len(spoken)
+    assert "".join(name for name, _ in spoken) == texts[0].replace("日", "")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chats_answer_is_a_text_of_its_own_unless_it_continues_a_message(stream):
+    template = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}.{% endif %}"
+    tokenizer = spaced_tokenizer(chat_template=template)
+    backend = FakeBackend(lambda _: [[id_] for id_ in spaced_ids("▁bee", "▁a")])
+    body = {"messages": [{"role": "assistant", "content": "a"}], "logprobs": True, "stream": stream}
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+        more = await client.post("/v1/chat/completions", json={**body, "continue_final_message": True})
+    for told, text in ((answer, "bee a"), (more, " bee a")):
+        choices = choices_of(told, stream)
+        said = [choice["delta" if stream else "message"].get("content") or "" for choice in choices]
+        tokens = [item for choice in choices for item in choice["logprobs"]["content"]]
+        assert ("".join(said), "".join(item["token"] for item in tokens)) == (text, text)
+        assert bytes(value for item in tokens for value in item["bytes"]).decode() == text
+
+
+def choices_of(answer, stream):
+    return [choice for shown in (events_of(answer) if stream else [answer.json()]) for choice in shown["choices"]]
 
 
 async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):
