@@ -81,14 +81,14 @@ _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input",
 
 
 @contextlib.contextmanager
-def in_own_field_names() -> Iterator[None]:
-    """Rename the fields in a chat's errors to those of the responses body."""
+def in_own_field_names(own_names: Mapping[str, str] = _OWN_NAMES) -> Iterator[None]:
+    """Rename the fields in a chat's errors to those of the body that became the chat."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field not in _OWN_NAMES:
+        if error.field is None or error.field not in own_names:
             raise
-        name = _OWN_NAMES[error.field]
+        name = own_names[error.field]
         raise InvalidRequest(str(error).replace(error.field, name, 1), name) from error
 
 
