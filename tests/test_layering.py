@@ -78,7 +78,8 @@ ROOMS = {
     ),
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
-    "cluster/api/openai": "common gateway replies web verifier_service/messages",
+    "cluster/api/anthropic": "common gateway replies",
+    "cluster/api/openai": "common gateway replies web api/anthropic verifier_service/messages",
     "cluster/api/rollouts": "common gateway api/openai verifier_service/messages",
     "cluster/api": "common gateway web api/openai proto verifier_service/messages drafter_service/learning",
     "cluster/vllm_engine": (

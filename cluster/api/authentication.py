@@ -41,7 +41,7 @@ class ApiKeyMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await error_response(Unauthenticated(_REFUSAL))(scope, receive, send)
+            await error_response(Unauthenticated(_REFUSAL), scope["path"])(scope, receive, send)
 
 
 def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
