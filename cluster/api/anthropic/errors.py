@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.cluster.common.errors import ContextTooLong, OutriderError, mapping_of, text_of
 from outrider.cluster.common.logs import request_id
 
 PATH = "/v1/messages"  # and all below it
@@ -24,7 +25,16 @@ def is_messages_path(path: str) -> bool:
     return path == PATH or path.startswith(f"{PATH}/")
 
 
-def error_object(status: int, message: str) -> dict[str, Any]:
+def error_object(error: OutriderError) -> dict[str, Any]:
+    """Render an error as Anthropic does."""
+    text = text_of(error)
+    # the words by which agents know that they must shorten their history
+    return status_object(
+        mapping_of(error).http_status, f"prompt is too long: {text}" if isinstance(error, ContextTooLong) else text
+    )
+
+
+def status_object(status: int, message: str) -> dict[str, Any]:
     """Render an error of an HTTP status."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id.get()}

@@ -6,23 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.common.hints import did_you_mean
 
 # Taken, without effect on the tokens.
 SILENT_FIELDS = frozenset(
     (
         *("metadata", "service_tier", "context_management", "cache_control", "betas", "inference_geo", "speed"),
-        *("diagnostics", "user_profile_id"),
+        *("diagnostics", "user_profile_id", "container"),
     )
 )
 _EFFORTS = {"xhigh": "high", "max": "high"}  # as chat templates know them
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-def unknown_warnings(body: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    """Return a warning for each field that has a value and no meaning here."""
-    names = [name for name, value in body.items() if value not in (None, [], {}) and name not in SILENT_FIELDS]
-    return [f"{name}: left out: not known here{did_you_mean(name, known)}" for name in names if name not in known]
 
 
 def tool_fields(tools: Sequence[object], choice: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
@@ -62,15 +55,20 @@ def _chat_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
     raise InvalidRequest("tool_choice must have the type auto, any, none, or tool with its name", "tool_choice")
 
 
-def thinking_fields(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what chat templates call thinking. Raises `InvalidRequest`; None: as the template has it."""
+def thinking_fields(thinking: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what chat templates call thinking, and the chat's field of its budget. Raises `InvalidRequest`.
+
+    None: as the template has it.
+    """
     if thinking is None:
-        return {}
+        return {}, {}
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", "thinking")
     is_on = kind != "disabled"
-    return {"enable_thinking": is_on, "thinking": is_on}  # Qwen's name, and Granite's and DeepSeek's
+    budget = thinking.get("budget_tokens") if kind == "enabled" else None
+    names = {"enable_thinking": is_on, "thinking": is_on}  # Qwen's, and Granite's and DeepSeek's
+    return names, {} if budget is None else {"thinking_token_budget": budget}
 
 
 def output_fields(config: Mapping[str, Any] | None) -> dict[str, Any]:

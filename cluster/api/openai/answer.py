@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cluster.api.anthropic import errors as anthropic_errors
 from outrider.cluster.api.openai.format import Format, ShownChoice, error_object, metrics_object, usage_object
-from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after, text_of
+from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import ValidRequest
@@ -184,10 +184,8 @@ def error_response(error: OutriderError, path: str = "") -> JSONResponse:
         headers["Retry-After"] = seconds
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    status = mapping_of(error).http_status
-    is_anthropic = anthropic_errors.is_messages_path(path)
-    body = anthropic_errors.error_object(status, text_of(error)) if is_anthropic else error_object(error)
-    return JSONResponse(body, status_code=status, headers=headers)
+    render = anthropic_errors.error_object if anthropic_errors.is_messages_path(path) else error_object
+    return JSONResponse(render(error), status_code=mapping_of(error).http_status, headers=headers)
 
 
 class Sent(Protocol):
@@ -230,7 +228,7 @@ class GenerationResponse(Response):
         try:
             response = JSONResponse(await self._answer.unary())
         except OutriderError as error:
-            response = error_response(error, scope["path"])
+            response = error_response(error, scope.get("path", ""))
         await response(scope, receive, send)
 
     async def _send_events(self, sender: EventSender, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +238,7 @@ class GenerationResponse(Response):
                     await sender.send(event)
             except OutriderError as error:
                 if sender.end_unbegun():
-                    await error_response(error, scope["path"])(scope, receive, send)
+                    await error_response(error, scope.get("path", ""))(scope, receive, send)
                     return
                 await sender.send(self._answer.failure(error))
         await sender.end()

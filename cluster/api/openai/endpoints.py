@@ -28,7 +28,6 @@ from outrider.cluster.api.openai.messages import (
     MessagesAnswer,
     MessagesBody,
     MessagesFormat,
-    parse_messages_body,
 )
 from outrider.cluster.api.openai.protocol import (
     MAX_TOKENIZED_CHARS,
@@ -155,18 +154,17 @@ def _add_messages_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[]
 
     @app.post(MESSAGES, openapi_extra=_body_schema(MESSAGES, MessagesBody))
     async def messages(request: Request) -> Response:
-        body, warnings = parse_messages_body(await read_json(request), MessagesBody)
+        body = parse_body(await read_json(request), MessagesBody)
         gateway.check_model_name(body.model)
         answer = Answer(gateway, MessagesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
         with in_own_field_names(OWN_NAMES):
-            chat, left_out = body.chat()
-            await chats.open(answer, chat)
-        sent = MessagesAnswer(answer=answer, max_tokens=body.max_tokens, warnings=[*warnings, *left_out])
+            await chats.open(answer, *body.chat())
+        sent = MessagesAnswer(answer=answer, max_tokens=body.max_tokens)
         return GenerationResponse(sent, stream=bool(body.stream))
 
     @app.post(f"{MESSAGES}/count_tokens", openapi_extra=_body_schema(f"{MESSAGES}/count_tokens", CountTokensBody))
     async def count_tokens(request: Request) -> dict[str, int]:
-        body, _ = parse_messages_body(await read_json(request), CountTokensBody)
+        body = parse_body(await read_json(request), CountTokensBody)
         gateway.check_model_name(body.model)
         chat, _ = body.chat()
         text = await _chat_text(gateway, chat, chat.tool_use().tools)
@@ -301,7 +299,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """Give the framework's errors (no such path, wrong method) the form of the API."""
     assert isinstance(error, HTTPException)
     if anthropic_errors.is_messages_path(request.url.path):
-        body = anthropic_errors.error_object(error.status_code, str(error.detail))
+        body = anthropic_errors.status_object(error.status_code, str(error.detail))
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
     content = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": content}, status_code=error.status_code, headers=error.headers)

@@ -5,47 +5,36 @@ Stands on a chat as /v1/responses does; api/anthropic translates.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from outrider.cluster.api.anthropic.blocks import ContentBlocks, Event, usage_object
 from outrider.cluster.api.anthropic.errors import error_object
 from outrider.cluster.api.anthropic.history import ChatHistory
-from outrider.cluster.api.anthropic.options import output_fields, thinking_fields, tool_fields, unknown_warnings
-from outrider.cluster.api.openai.answer import Answer
+from outrider.cluster.api.anthropic.options import SILENT_FIELDS, output_fields, thinking_fields, tool_fields
+from outrider.cluster.api.openai.answer import Answer, event_of
+from outrider.cluster.api.openai.chat_messages import MAX_MESSAGES
 from outrider.cluster.api.openai.format import ChatFormat, ShownChoice, metrics_object
-from outrider.cluster.api.openai.protocol import MAX_MESSAGES, ChatBody, ModelBody, parse_body
+from outrider.cluster.api.openai.protocol import ChatBody, ModelBody, parse_body
 from outrider.cluster.api.openai.responses_protocol import ResponsesBody
-from outrider.cluster.common.errors import OutriderError, RequestFailed, mapping_of, text_of
+from outrider.cluster.common.errors import OutriderError, RequestFailed
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
-from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.verifier_service.messages.request import FinishReason
 
 OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}  # of a chat's fields, for errors
 _SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-
-BodyT = TypeVar("BodyT", bound="CountTokensBody")
-
-
-class MessagesChat(ChatBody):
-    """The chat of a message: its `max_tokens` is the most, which the rest of the context may fall short of."""
-
-    def input(self, request_id: str, prompt: str) -> RequestInput:
-        """Return the request; see `ChatBody.input`."""
-        request = super().input(request_id, prompt)
-        return dataclasses.replace(request, max_tokens=None, default_max_tokens=request.max_tokens)
+SAMPLING_FIELDS = frozenset({*_SAME_NAMES, "stop_sequences"}) - {"model"}
 
 
 class CountTokensBody(ModelBody):
-    """The body of /v1/messages/count_tokens. `passed_fields` are checked in the chat's body."""
+    """The body of /v1/messages/count_tokens, which may have all that /v1/messages takes."""
 
-    passed_fields = ResponsesBody.passed_fields - {"stop", "top_k"}
+    passes_over_unknown = True
+    passed_fields = ResponsesBody.passed_fields | SILENT_FIELDS | SAMPLING_FIELDS
 
     messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Any] | None = None
@@ -54,7 +43,7 @@ class CountTokensBody(ModelBody):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    def chat(self) -> tuple[MessagesChat, list[str]]:
+    def chat(self) -> tuple[ChatBody, list[str]]:
         """Return the chat that the body stands for, and warnings; raises `InvalidRequest`."""
         history = ChatHistory()
         history.add_system(self.system)
@@ -63,18 +52,18 @@ class CountTokensBody(ModelBody):
         history.end()
         tools, servers = tool_fields(self.tools or [], self.tool_choice)
         given = self.model_extra or {}
-        fields = {name: given[name] for name in self.passed_fields if given.get(name) is not None}
-        kwargs = {**thinking_fields(self.thinking), **(fields.pop("chat_template_kwargs", None) or {})}
-        fields |= {**tools, **output_fields(self.output_config), **self.sampling_fields()}
+        passed = ResponsesBody.passed_fields
+        fields = {name: given[name] for name in passed if given.get(name) is not None}
+        kwargs, budget = thinking_fields(self.thinking)
+        kwargs |= fields.pop("chat_template_kwargs", None) or {}
+        fields |= {**budget, **tools, **output_fields(self.output_config), **self.sampling_fields()}
         last = history.messages[-1] if history.messages else {}
         if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer goes on with it
             fields["continue_final_message"] = True
-        chat = parse_body(
-            {**fields, "messages": history.messages, "chat_template_kwargs": kwargs or None}, MessagesChat
-        )
+        chat = parse_body({**fields, "messages": history.messages, "chat_template_kwargs": kwargs or None}, ChatBody)
         left_out = [f"tools: left out: {kind} is run by Anthropic's servers" for kind in servers]
         left_out += [f"messages: left out: a block of type {kind}" for kind in dict.fromkeys(history.left_out)]
-        return chat, left_out
+        return chat, [*self.unread_warnings(), *left_out]
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the chat's fields about how it is answered."""
@@ -97,14 +86,6 @@ class MessagesBody(CountTokensBody):
         return fields | ({"stop": self.stop_sequences} if self.stop_sequences else {})
 
 
-def parse_messages_body(body: object, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
-    """Check a body's types; return it without the fields that have no meaning here, and a warning for each."""
-    if not isinstance(body, dict):
-        return parse_body(body, kind), []
-    known = [*kind.model_fields, *kind.passed_fields]
-    return parse_body({n: v for n, v in body.items() if n in known}, kind), unknown_warnings(body, known)
-
-
 class MessagesFormat(ChatFormat):
     """A chat's format under the ids of messages, which are rendered here."""
 
@@ -117,7 +98,6 @@ class MessagesAnswer:
 
     answer: Answer  # of the chat
     max_tokens: int
-    warnings: Sequence[str]  # beside the chat's
     content: ContentBlocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,17 +121,14 @@ class MessagesAnswer:
         return message
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the stream's events; an error after the first becomes an event."""
-        is_begun = False
-        try:
-            async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
-                async for step in steps:
-                    yield _event(step)
-                    is_begun = True
-        except OutriderError as error:
-            if not is_begun:
-                raise
-            yield _event(error_object(mapping_of(error).http_status, text_of(error)))
+        """Yield the stream's events."""
+        async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+            async for step in steps:
+                yield event_of(step, step["type"])
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+        return event_of(error_object(error), "error")
 
     async def _steps(self) -> AsyncIterator[Event]:
         shown = self.answer.shown(0)
@@ -182,7 +159,7 @@ class MessagesAnswer:
     def _start(self) -> dict[str, Any]:
         request = self.answer.requests[0]
         prompt = Usage(num_prompt_tokens=len(request.prompt_token_ids), num_completion_tokens=0, num_cached_tokens=0)
-        warnings = [*self.warnings, *request.warnings]
+        warnings = list(request.warnings)
         return {
             "id": self.id,
             "type": "message",
@@ -203,7 +180,3 @@ class MessagesAnswer:
         if last.stop_string is not None:
             return "stop_sequence"
         return "tool_use" if self.content.has_calls and not shown.is_within_call else "end_turn"
-
-
-def _event(step: Event) -> bytes:
-    return f"event: {step['type']}\ndata: {json.dumps(step, ensure_ascii=False)}\n\n".encode()

@@ -128,7 +128,7 @@ def in_own_field_names(own_names: Mapping[str, str] = _OWN_NAMES) -> Iterator[No
     try:
         yield
     except InvalidRequest as error:
-        if error.field in own_names:
+        if error.field is not None and error.field in own_names:
             name = own_names[error.field]
             error.args, error.field = (str(error).replace(error.field, name, 1),), name
         raise

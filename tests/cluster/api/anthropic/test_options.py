@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cluster.api.anthropic.options import output_fields, thinking_fields, tool_fields, unknown_warnings
+from outrider.cluster.api.anthropic.options import output_fields, thinking_fields, tool_fields
 from outrider.cluster.common.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -44,10 +44,10 @@ def test_choices_of_tools_have_other_names(choice: dict[str, Any], fields: dict[
 
 def test_thinking_is_what_templates_call_it() -> None:
     on, off = ({"enable_thinking": is_on, "thinking": is_on} for is_on in (True, False))
-    assert thinking_fields(None) == {}
-    assert thinking_fields({"type": "enabled", "budget_tokens": 1024}) == on
-    assert thinking_fields({"type": "adaptive", "display": "omitted"}) == on
-    assert thinking_fields({"type": "disabled"}) == off
+    assert thinking_fields(None) == ({}, {})
+    assert thinking_fields({"type": "enabled", "budget_tokens": 1024}) == (on, {"thinking_token_budget": 1024})
+    assert thinking_fields({"type": "adaptive", "display": "omitted"}) == (on, {})
+    assert thinking_fields({"type": "disabled"}) == (off, {})
 
 
 def test_an_outputs_form_and_effort_are_a_chats() -> None:
@@ -58,12 +58,6 @@ def test_an_outputs_form_and_effort_are_a_chats() -> None:
     }
     assert output_fields({"effort": "low"}) == {"reasoning_effort": "low"}
     assert output_fields(None) == {}
-
-
-def test_a_field_without_a_meaning_is_warned_of_unless_it_is_known_or_empty() -> None:
-    body = {"metadata": {"user_id": "u"}, "mcp_servers": [], "container": None, "temprature": 1, "top_p": 1}
-    (warning,) = unknown_warnings(body, ["temperature", "top_p"])
-    assert warning == "temprature: left out: not known here; did you mean 'temperature'?"
 
 
 @pytest.mark.parametrize(

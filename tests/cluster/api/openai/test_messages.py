@@ -151,6 +151,14 @@ async def test_an_answer_may_reach_its_limit_or_that_of_the_context() -> None:
     assert second.sampling.max_tokens == 64 - len(second.prompt_token_ids)
 
 
+async def test_a_prompt_beyond_the_context_is_refused_in_the_words_that_agents_know() -> None:
+    response = await Door("ok", max_model_len=8).post({**HI, "messages": [{"role": "user", "content": "fox " * 40}]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith("prompt is too long: ")
+    assert "maximum context length is 8 tokens" in error["message"]
+
+
 async def test_a_call_that_is_cut_off_is_no_call_to_answer() -> None:
     answer = await Door(f"See.{CALL[:55]}", finish_reason=FinishReason.LENGTH).message(tools=[TOOL])
     assert answer["content"][1]["input"] == {"INVALID_JSON": '{"city": "'}
@@ -199,7 +207,7 @@ async def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
     fields = {"tools": [search, TOOL], "messages": history, "mcp_servers": [{"name": "m"}], "stream": True}
     events = events_of((await door.post({**HI, **fields})).text)
     assert events[0]["message"]["warnings"] == [
-        "mcp_servers: left out: not known here",
+        "mcp_servers: unknown here, passed over",
         "tools: left out: web_search_20250305 is run by Anthropic's servers",
         "messages: left out: a block of type web_search_tool_result",
     ]
@@ -282,6 +290,7 @@ async def test_models_are_listed_for_both_kinds_of_clients() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"temprature": 1}, 400, "invalid_request_error", "temprature"),
         ({"temperature": "hot"}, 400, "invalid_request_error", "temperature"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"tools": [{"name": "x"}]}, 400, "invalid_request_error", "input_schema"),
