@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
+_GENERATING = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 TIMEOUT_S = 120.0
 
 
@@ -20,18 +21,17 @@ TIMEOUT_S = 120.0
 class Exchange:
     """One request, and its answer as far as it has come."""
 
-    method: str
     path: str
     body: bytes
     status: int = 0
     content_type: str = ""
-    pieces: list[bytes] = field(default_factory=list)  # of the answer's body, as they arrived
+    answer: bytes = b""
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The request's JSON; empty without one."""
-        read = json.loads(self.body) if self.body else {}
-        return read if isinstance(read, dict) else {}
+        """The request's JSON."""
+        read: dict[str, Any] = json.loads(self.body)
+        return read
 
     @property
     def num_events(self) -> int:
@@ -39,56 +39,52 @@ class Exchange:
         is_stream = self.content_type.startswith("text/event-stream")
         return sum(line.startswith(b"data:") for line in self.answer.split(b"\n")) if is_stream else 0
 
-    @property
-    def answer(self) -> bytes:
-        return b"".join(self.pieces)
 
-
+@dataclass(slots=True)
 class Relay:
-    """What has passed, in the order of the requests."""
+    """What has passed of generations, in the order of the requests."""
 
-    def __init__(self, target: str) -> None:
-        self.exchanges: list[Exchange] = []
-        self._target = urlsplit(target)
+    target: str
+    url: str = ""
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Relay]:
+        """Pass on what comes to `url`."""
         relay = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def _pass(self) -> None:
-                relay.forward(self)
+                relay._forward(self)
 
-            do_GET = do_POST = do_HEAD = do_DELETE = do_PUT = _pass
+            do_GET = do_POST = do_HEAD = _pass
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def generations(self) -> list[Exchange]:
-        """Return the requests that ask for an answer of the model."""
-        return [exchange for exchange in self.exchanges if exchange.method == "POST" and "messages" in exchange.path
-                or exchange.path.endswith(("/chat/completions", "/responses"))]
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Relay]:
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
-    def forward(self, handler: BaseHTTPRequestHandler) -> None:
+    def _forward(self, handler: BaseHTTPRequestHandler) -> None:
         """Pass a request on, and its answer back piece by piece."""
         body = handler.rfile.read(int(handler.headers.get("content-length") or 0))
-        exchange = Exchange(method=handler.command, path=handler.path, body=body)
-        self.exchanges.append(exchange)
-        assert self._target.hostname is not None
-        link = http.client.HTTPConnection(self._target.hostname, self._target.port, timeout=TIMEOUT_S)
+        exchange = Exchange(path=handler.path.partition("?")[0], body=body)
+        if handler.command == "POST" and exchange.path in _GENERATING:
+            self.exchanges.append(exchange)
+        target = urlsplit(self.target)
+        assert target.hostname is not None
+        link = http.client.HTTPConnection(target.hostname, target.port, timeout=TIMEOUT_S)
         headers = {name: value for name, value in handler.headers.items() if name.lower() not in {*_HOP, "host"}}
         with contextlib.closing(link):
             link.request(handler.command, handler.path, body, headers)
@@ -102,6 +98,6 @@ class Relay:
             handler.end_headers()
             handler.close_connection = True
             while piece := answer.read1(1 << 16):
-                exchange.pieces.append(piece)
+                exchange.answer += piece
                 handler.wfile.write(piece)
                 handler.wfile.flush()

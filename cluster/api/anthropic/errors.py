@@ -28,10 +28,9 @@ def is_messages_path(path: str) -> bool:
 def error_object(error: OutriderError) -> dict[str, Any]:
     """Render an error as Anthropic does."""
     text = text_of(error)
-    # the words by which agents know that they must shorten their history
-    return status_object(
-        mapping_of(error).http_status, f"prompt is too long: {text}" if isinstance(error, ContextTooLong) else text
-    )
+    if isinstance(error, ContextTooLong):  # the words by which agents know that they must shorten their history
+        text = f"prompt is too long: {text}"
+    return status_object(mapping_of(error).http_status, text)
 
 
 def status_object(status: int, message: str) -> dict[str, Any]:
