@@ -14,7 +14,7 @@ from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.lossy import acceptance_rule
+from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
     MAX_TARGET_INTER_TOKEN_MS,
@@ -24,8 +24,8 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SamplingParams,
     StructuredOutput,
-    require_lossless,
 )
+from outrider.verifier_service.messages.thought import Thought
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 16  # OpenAI has 4; agents and evaluations bring more
@@ -47,6 +47,7 @@ _SAMPLING_FIELDS = (  # of RequestInput and of SamplingParams, unchanged
     "ignore_eos",
     "logprobs",
     "structured",
+    "thought",
 )
 
 
@@ -94,6 +95,7 @@ class RequestInput:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -106,6 +108,7 @@ class RequestInput:
     num_speculative_tokens: int | None = None  # a cap; 0: off
     rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
+    thought: Thought | None = None  # which `structured` follows
     warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
     priority: int | None = None
     target_inter_token_ms: float | None = None
@@ -277,6 +280,9 @@ class RequestParser:
         stop_token_ids = tuple(request.stop_token_ids or ())
         _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
+        allowed = request.allowed_token_ids
+        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "one token at least")
+        self.require_in_vocabulary(allowed or (), "allowed_token_ids")
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
         acceptance = self._acceptance(request.rejection_sample_method)
@@ -298,6 +304,7 @@ class RequestParser:
                 bad_words=bad_words,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
+                allowed_token_ids=tuple(allowed or ()),
                 logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
                 **set_fields,
             )

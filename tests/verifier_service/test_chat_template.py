@@ -111,7 +111,7 @@ def test_a_call_may_stand_without_the_function_around_it(kind: str):
 
 
 SYSTEM_FIRST = (  # as Qwen3.5's: a system message may only begin the chat
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late system') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (

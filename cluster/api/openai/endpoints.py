@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -98,7 +99,9 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         body = parse_body(await read_json(request), CompletionBody)
         gateway.check_model_name(body.model)
         answer = _answer(gateway, CompletionFormat(), int(wall_clock()), body)
-        answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
+        read = functools.partial(body.inputs, answer.id)
+        inputs = await asyncio.to_thread(read) if body.has_structure else read()
+        answer.requests = [await gateway.parse(item) for item in inputs]
         return GenerationResponse(answer, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))

@@ -134,6 +134,7 @@ class GenerationBody(ModelBody):
     logit_bias: dict[str, float] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -168,6 +169,11 @@ class GenerationBody(ModelBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_structure(self) -> bool:
+        """Whether a form is asked for, which may take long to look at: in a thread, then."""
+        return any(getattr(self, name) is not None for name in OPENAI_FIELDS)
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that have the same name in `RequestInput`."""

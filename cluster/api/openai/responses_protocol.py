@@ -83,9 +83,8 @@ class ResponsesBody(ModelBody):
             raise InvalidRequest(f"input must be text or 1 to {MAX_ITEMS} items", "input")
         messages: list[Message] = []
         for index, item in enumerate(self.input):
-            if item.get("type") == "item_reference" or (set(item) == {"id"}):
-                item = find_item(str(item.get("id")))
-            _add_item(messages, item, f"input[{index}]")
+            is_reference = item.get("type") == "item_reference" or set(item) == {"id"}
+            _add_item(messages, find_item(str(item.get("id"))) if is_reference else item, f"input[{index}]")
         return messages
 
     def warnings(self) -> tuple[str, ...]:

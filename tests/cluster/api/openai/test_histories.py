@@ -227,6 +227,14 @@ async def test_an_answer_may_be_as_long_as_the_context_has_room(service):
     assert answer["warnings"] == [f"max_output_tokens: the context has room for {num_free} tokens after this prompt"]
 
 
+async def test_tokens_may_be_the_only_ones_allowed(service):
+    await service.chat(ASKED, allowed_token_ids=[7, 9])
+    assert service.backend.requests[0].sampling.allowed_token_ids == (7, 9)
+    for wrong in ([], [10_000], [-1]):
+        error = await service.refusal("/v1/chat/completions", messages=[ASKED], allowed_token_ids=wrong)
+        assert error["param"] == "allowed_token_ids"
+
+
 async def test_sixteen_stops_are_taken_and_no_more(service):
     stops = [f"s{index}" for index in range(17)]
     await service.chat(ASKED, stop=stops[:16])
