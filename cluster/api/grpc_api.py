@@ -83,7 +83,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
         choices: dict[int, list[GatewayChunk]] = {}
         try:
             valid = await self._gateway.parse(request_input(request))
-            async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
+            async with aclosing(self._gateway.generate(valid, whole=True)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     choices.setdefault(chunk.index, []).append(chunk)
         except OutriderError as error:
@@ -186,16 +186,19 @@ def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
     """Set the fields that a chunk and a whole choice share."""
     message.text = chunk.text
     message.token_ids.extend(chunk.token_ids)
-    message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
-    message.logprobs.extend(_logprobs_message(token.logprobs) for token in chunk.tokens if token.logprobs is not None)
-    message.prompt_logprobs.extend(
-        pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
-    )
-    message.weight_versions.extend(
-        pb.WeightSpan(version=span.version, start=span.start, end=span.end)
-        for span in chunk.weight_spans
-        if span.version
-    )
+    message.token_origins.extend([TOKEN_ORIGINS[origin] for origin in chunk.origins])
+    if chunk.logprobs:
+        message.logprobs.extend(_logprobs_message(entry) for entry in chunk.logprobs)
+    if chunk.prompt_logprobs:
+        message.prompt_logprobs.extend(
+            pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs
+        )
+    if any(chunk.weight_versions):
+        message.weight_versions.extend(
+            pb.WeightSpan(version=span.version, start=span.start, end=span.end)
+            for span in chunk.weight_spans
+            if span.version
+        )
     if chunk.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[chunk.finish_reason]
     if chunk.speculation is not None:

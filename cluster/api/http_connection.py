@@ -23,8 +23,8 @@ class _TooLarge(Exception):
 class BoundedProtocol(HttpToolsProtocol):
     """Refuse headers, or trailers, beyond `MAX_HEADER_BYTES`, and close a connection whose headers come too late.
 
-    What is late takes one of the server's places. Between two requests, until the first byte, uvicorn's own shorter
-    keep-alive time-out applies.
+    What is late takes one of the server's places. Between two requests, until the first byte, uvicorn's own keep-alive
+    time-out applies.
     """
 
     headers_timeout_s = HEADERS_TIMEOUT_S

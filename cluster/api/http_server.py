@@ -19,6 +19,7 @@ from outrider.cluster.common.security import TlsConfig
 
 MAX_CONNECTIONS = 4096  # more are answered 503
 POLL_INTERVAL_S = 0.05
+KEEP_ALIVE_TIMEOUT_S = 75.0  # load balancers keep idle connections for 60 s, and would send into one that we close
 LINGER_S = 0.5  # for handshakes, and requests on open connections, that are under way when a drain begins
 
 
@@ -65,8 +66,9 @@ def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
 class HttpServer:
     """An ASGI app over HTTP, with TLS or without, on the running event loop.
 
-    The constructor binds the port, which the gateways of a node share. It raises `OSError` if another program holds the
-    port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if port 0 was requested.
+    The constructor binds the port, which the gateways of a node share; on host "::" for IPv4 as well. It raises
+    `OSError` if another program holds the port, and `ValueError` as `TlsConfig.check`. `port` is the bound port,
+    also if port 0 was requested.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class HttpServer:
         tls: TlsConfig | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
+        keep_alive_timeout_s: float = KEEP_ALIVE_TIMEOUT_S,
         protocol: type[asyncio.Protocol] = BoundedProtocol,
     ) -> None:
         config = uvicorn.Config(
             app,
             http=protocol,
             limit_concurrency=max_connections,
+            timeout_keep_alive=math.ceil(keep_alive_timeout_s),
             ws="none",
             lifespan="off",
             proxy_headers=False,
@@ -93,7 +97,7 @@ class HttpServer:
         )
         self._server = _Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, reuse_port=True)
+        self._socket = socket.create_server((host, port), family=family, reuse_port=True, dualstack_ipv6=host == "::")
         self.port: int = self._socket.getsockname()[1]
         self._ended = asyncio.Event()
 

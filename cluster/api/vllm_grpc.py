@@ -249,7 +249,7 @@ async def _streamed(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb
     async with aclosing(gateway.generate(request)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             parts.setdefault(chunk.index, []).append(chunk)
-            if chunk.tokens or chunk.prompt_logprobs is not None:
+            if chunk.token_ids or chunk.prompt_logprobs is not None:
                 yield pb.GenerateResponse(chunk=_chunk_message(chunk, request))
             if chunk.finish_reason is not None:
                 yield pb.GenerateResponse(complete=_complete_message(joined(parts.pop(chunk.index)), request))
@@ -257,7 +257,7 @@ async def _streamed(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb
 
 async def _collected(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb.GenerateResponse]:
     parts: dict[int, list[GatewayChunk]] = {}
-    async with aclosing(gateway.generate(request)) as chunks:  # type: ignore[type-var]
+    async with aclosing(gateway.generate(request, whole=True)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             parts.setdefault(chunk.index, []).append(chunk)
     for index in sorted(parts):
@@ -273,7 +273,7 @@ def _chunk_message(chunk: GatewayChunk, request: ValidRequest) -> pb.GenerateStr
         index=chunk.index,
         token_ids=chunk.token_ids,
         prompt_tokens=len(request.prompt_token_ids),
-        completion_tokens=len(chunk.tokens),
+        completion_tokens=len(chunk.token_ids),
         cached_tokens=0 if chunk.usage is None else chunk.usage.num_cached_tokens,
     )
     _fill_logprobs(message, chunk, request)
@@ -306,7 +306,7 @@ def _complete_message(whole: GatewayChunk, request: ValidRequest) -> pb.Generate
 def _fill_logprobs(
     message: pb.GenerateStreamChunk | pb.GenerateComplete, chunk: GatewayChunk, request: ValidRequest
 ) -> None:
-    entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
+    entries = chunk.logprobs
     if entries:
         output = message.output_logprobs
         output.token_ids.extend(entry.token_id for entry in entries)

@@ -57,6 +57,7 @@ class ModelOptions(Options):
             num_cached_experts=self.num_cached_experts if path == self.target_path else None,
             tensor_parallel_size=tensor_parallel_size,
             num_threads=self.threads_per_rank or 1,
+            may_be_shorter=path != self.target_path,
             **{name: getattr(self, name) for name in _OF_ALL_CHECKPOINTS},
         )
 

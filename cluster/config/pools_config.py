@@ -61,7 +61,7 @@ class PoolsConfig(Options):
         "Pin draft lengths by running requests, as vLLM's num_speculative_tokens_per_batch_size: "
         "[[first, last, length], ...].",
     )
-    host: str = option("127.0.0.1")
+    host: str = option("127.0.0.1", "Where both ports listen; 0.0.0.0 or ::, for IPv6 as well: on all addresses.")
     port: Port = option(8000, "HTTP port.")
     grpc_port: Port = option(50051)
     engine_timeout_s: Seconds = option(10.0, "Seconds of silence after which an engine is given up.")
@@ -101,6 +101,10 @@ class PoolsConfig(Options):
         # the option `model` comes after the part of that name
         flat = {name: value for options in (self, *parts) for name, value in options if name in known}
         return type(self)(**flat | changes)
+
+    def address(self, port: int) -> str:
+        """Return where a public port listens, as in URLs: an IPv6 address stands in brackets."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -67,6 +67,11 @@ class VerifierOptions(Options):
     rollouts: bool = option(
         False, "Serve a trainer: look-ups remember responses by prompt or history_key, not by cache_salt."
     )
+    generation_config: Literal["auto", "vllm"] | None = option(
+        None,
+        "Sampling of requests that leave it open: as MODEL's generation_config.json says (auto), or unchanged (vllm)."
+        " Default: auto, with --rollouts vllm.",
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = option(
         None,
         "Of requests that name none: the model's own, or of the law that a token was drawn from. Default: raw_logprobs,"
@@ -101,10 +106,14 @@ class GatewayOptions(Options):
         None, "How MODEL marks what it thinks; split off as reasoning_content. Default: as for tool calls."
     )
     max_queued_requests: Positive = option(1024, "Most requests that wait per verifier; more are told to come back.")
+    stream_interval: Positive = option(1, "Tokens of an event of a stream, but for its first and its last one.")
     next_turn_prefill: bool = option(
         False, "After a chat's answer, prefill the beginning of its next turn while the verifier is idle."
     )
     failover_timeout_s: Seconds = option(60.0, "Seconds that a request which lost its verifier waits for another.")
+    keep_alive_timeout_s: Seconds = option(
+        75.0, "Seconds that an idle HTTP connection is kept: longer than a load balancer in front keeps it."
+    )
     ssl_certfile: str | None = option(None, "PEM: certificate of the HTTP and gRPC ports.")
     ssl_keyfile: str | None = option(None, "PEM: key of --ssl-certfile.")
     ssl_ca_certs: str | None = option(None, "PEM: clients must present a certificate signed by one of these.")
@@ -159,6 +168,11 @@ class ServiceConfig(PoolsConfig):
         """Of requests that name none."""
         default = LogprobsMode.PROCESSED if self.verifiers.rollouts else LogprobsMode.RAW
         return LogprobsMode(self.verifiers.logprobs_mode or default)
+
+    @property
+    def reads_generation_config(self) -> bool:
+        """Whether the model's generation_config.json says how requests are sampled that leave it open."""
+        return (self.verifiers.generation_config or ("vllm" if self.verifiers.rollouts else "auto")) == "auto"
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

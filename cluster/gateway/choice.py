@@ -1,15 +1,15 @@
-"""The running choices of one prompt: one task each; their tokens become text, their chunks are merged."""
+"""The running choices of one prompt: their tokens become text as they come, their chunks are merged."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from outrider.cluster.common.background import is_being_cancelled
 from outrider.cluster.common.errors import OutriderError, RequestFailed
@@ -28,12 +28,19 @@ from outrider.verifier_service.messages.request import (
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("outrider.request")
 
+ItemT = TypeVar("ItemT")
+
+_COLUMNS = ("texts", "token_ids", "origins", "logprobs", "weight_versions")
+
 
 class Backend(Protocol):
     """A gateway's way to the verifiers: routing, streams and failover are behind it."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Yield committed tokens, the last with a finish reason; `aclose()` of the iterator cancels the generation."""
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
+        """Tell `hear` of committed tokens, the last with a finish reason, then return.
+
+        Cancelling the call cancels the generation. What `hear` is told is its own from then on.
+        """
         ...
 
 
@@ -54,7 +61,6 @@ class OutputToken:
     text: str
     origin: TokenOrigin
     logprobs: TokenLogprobs | None = None  # if the request asked for them
-    weight_version: str = ""  # of the weights that drew it; empty: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +72,9 @@ class WeightSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one per choice and step
 class GatewayChunk:
-    """One choice's new tokens since its last chunk.
+    """One choice's new tokens since its last chunk, in columns.
 
     A token is held back until its text is final (see detokenizer.py): tokens and text always match. A choice's last
     chunk has a finish reason, a usage, and the speculation metrics that the engine sent.
@@ -76,7 +82,11 @@ class GatewayChunk:
 
     request_id: str
     index: int
-    tokens: tuple[OutputToken, ...]
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    origins: tuple[TokenOrigin, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # empty: the request asked for none
+    weight_versions: tuple[str, ...] = ()  # of the weights that drew each; empty: unknown
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # on one chunk, if the request asked for them
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  # that ended the choice
@@ -86,26 +96,25 @@ class GatewayChunk:
 
     @property
     def text(self) -> str:
-        return "".join(token.text for token in self.tokens)
+        return "".join(self.texts)
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.id for token in self.tokens)
+    def tokens(self) -> tuple[OutputToken, ...]:
+        rows = zip(self.token_ids, self.texts, self.origins, self.logprobs or (None,) * len(self.texts), strict=True)
+        return tuple(OutputToken(id=id_, text=text, origin=origin, logprobs=own) for id_, text, origin, own in rows)
 
     @property
     def weight_spans(self) -> list[WeightSpan]:
         """The versions of the weights that drew the tokens, as runs of tokens."""
-        runs = itertools.groupby(enumerate(self.tokens), key=lambda item: item[1].weight_version)
+        runs = itertools.groupby(enumerate(self.weight_versions), key=lambda item: item[1])
         places = [(version, [index for index, _ in run]) for version, run in runs]
         return [WeightSpan(version=version, start=own[0], end=own[-1] + 1) for version, own in places]
 
-    @property
-    def origins(self) -> tuple[TokenOrigin, ...]:
-        return tuple(token.origin for token in self.tokens)
 
-
-def merged(chunks: Iterable[GatewayChunk]) -> list[GatewayChunk]:
+def merged(chunks: list[GatewayChunk]) -> list[GatewayChunk]:
     """Join each choice's chunks into one; choices are in the order of their first chunk."""
+    if len(chunks) == 1:
+        return chunks
     parts: dict[int, list[GatewayChunk]] = {}
     for chunk in chunks:
         parts.setdefault(chunk.index, []).append(chunk)
@@ -116,9 +125,12 @@ def joined(chunks: Sequence[GatewayChunk]) -> GatewayChunk:
     """Return consecutive chunks of one choice as one."""
     if len(chunks) == 1:
         return chunks[0]
+    columns = {
+        name: tuple(itertools.chain.from_iterable(getattr(chunk, name) for chunk in chunks)) for name in _COLUMNS
+    }
     return dataclasses.replace(
         chunks[-1],
-        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        **columns,
         prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
     )
 
@@ -143,7 +155,11 @@ class Choice:
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    _held: list[OutputToken] = field(default_factory=list)  # tokens whose text is not final
+    # of tokens whose text is not final
+    _ids: list[int] = field(default_factory=list)
+    _origins: list[TokenOrigin] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _versions: list[str] = field(default_factory=list)
 
     def absorb(self, output: RequestOutput) -> GatewayChunk:
         """Turn a backend's output into a chunk; a finish reason or a stop string makes it the last one."""
@@ -158,7 +174,7 @@ class Choice:
         if self.is_prompt_only:
             reason = FinishReason.LENGTH
         else:
-            self._held += tokens_of(output)
+            self._hold(output)
             texts = self.detokenizer.push(self._shown(output))
         if self.detokenizer.stopped:
             reason = FinishReason.STOP
@@ -188,7 +204,7 @@ class Choice:
         texts = texts + self.detokenizer.flush()
         if self.detokenizer.stopped:
             return self._chunk(texts, FinishReason.STOP, prompt_logprobs)
-        silent = [""] * (len(self._held) - len(texts))  # the text of a stop token
+        silent = [""] * (len(self._ids) - len(texts))  # the text of a stop token
         return self._chunk(texts + silent, reason, prompt_logprobs)
 
     def _chunk(
@@ -197,25 +213,35 @@ class Choice:
         reason: FinishReason | None,
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
     ) -> GatewayChunk:
-        tokens = tuple(dataclasses.replace(token, text=text) for token, text in zip(self._held, texts, strict=False))
-        del self._held[: len(tokens)]
-        self._count(len(tokens))
-        usage = Usage(
-            num_prompt_tokens=len(self.message.prompt_token_ids),
-            num_completion_tokens=self.num_completion_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-        )
-        return GatewayChunk(
+        num_tokens = min(len(texts), len(self._ids))
+        self._count(num_tokens)
+        chunk = GatewayChunk(
             request_id=self.request_id,
             index=self.index,
-            tokens=tokens,
+            texts=tuple(texts[:num_tokens]),
+            token_ids=_taken(self._ids, num_tokens),
+            origins=_taken(self._origins, num_tokens),
+            logprobs=_taken(self._logprobs, num_tokens),
+            weight_versions=_taken(self._versions, num_tokens),
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_string=self.detokenizer.stop_string,
-            usage=usage if reason is not None else None,
-            speculation=self.speculation if reason is not None else None,
             kv_transfer_params=self.kv_transfer_params,
         )
+        if reason is not None:
+            chunk.speculation = self.speculation
+            chunk.usage = Usage(
+                num_prompt_tokens=len(self.message.prompt_token_ids),
+                num_completion_tokens=self.num_completion_tokens,
+                num_cached_tokens=self.num_cached_tokens,
+            )
+        return chunk
+
+    def _hold(self, output: RequestOutput) -> None:
+        self._ids += output.token_ids
+        self._origins += output.origins
+        self._logprobs += output.logprobs or ()
+        self._versions += [output.weight_version] * len(output.token_ids)
 
     def _count(self, num_tokens: int) -> None:
         if num_tokens == 0:
@@ -231,23 +257,26 @@ class Choice:
         self.first_s = now_s if self.first_s is None else self.first_s
 
 
-def tokens_of(output: RequestOutput) -> list[OutputToken]:
-    """Return an output's tokens, without their texts."""
-    logprobs = output.logprobs if output.logprobs is not None else (None,) * len(output.token_ids)
-    items, version = zip(output.token_ids, output.origins, logprobs, strict=True), output.weight_version
-    return [
-        OutputToken(id=id_, text="", origin=origin, logprobs=own, weight_version=version) for id_, origin, own in items
-    ]
+def _taken(column: list[ItemT], num_tokens: int) -> tuple[ItemT, ...]:
+    """Take the first items of a column."""
+    if num_tokens >= len(column):
+        taken = tuple(column)
+        column.clear()
+    else:
+        taken = tuple(column[:num_tokens])
+        del column[:num_tokens]
+    return taken
 
 
 class Generation:
-    """The choices of one prompt: one task each, their chunks merged.
+    """The choices of one prompt: a call of the backend each, their chunks merged.
 
     A slow client holds no KV in a verifier, and at most `max_tokens` tokens per choice here: it gets all that arrived
     meanwhile as one chunk per choice.
     """
 
-    def __init__(self, choices: Sequence[Choice], backend: Backend) -> None:
+    def __init__(self, choices: Sequence[Choice], backend: Backend, interval: int) -> None:
+        """`interval`: after its first token, a choice's news are told once there are so many tokens, or its end."""
         self.choices = choices
         self.unfinished = {choice.index: choice for choice in choices}
         self.backend_ids = [choice.message.request_id for choice in choices]
@@ -255,7 +284,10 @@ class Generation:
         self._error: OutriderError | None = None
         self._is_aborted = False
         self._news = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._run(choice, backend)) for choice in choices]
+        self._interval = interval
+        self._num_untold = dict.fromkeys(self.unfinished, interval)  # tokens of each choice
+        self._whole: set[int] = set()  # choices whose last chunk has arrived
+        self._calls = {choice.index: asyncio.create_task(self._run(choice, backend)) for choice in choices}
 
     async def next_chunks(self) -> list[GatewayChunk]:
         """Wait for new chunks; once aborted, return every unfinished choice's last chunk.
@@ -270,8 +302,7 @@ class Generation:
             self.unfinished.clear()
             raise self._error
         if self._is_aborted:
-            ended = {chunk.index for chunk in arrived if chunk.finish_reason is not None}
-            arrived += [choice.aborted_chunk() for index, choice in self.unfinished.items() if index not in ended]
+            arrived += [choice.aborted_chunk() for index, choice in self.unfinished.items() if index not in self._whole]
         chunks = merged(arrived)
         for chunk in chunks:
             if chunk.finish_reason is not None:
@@ -283,30 +314,24 @@ class Generation:
         self._news.set()
 
     async def close(self) -> None:
-        """Cancel the running tasks, wait until their backend iterators are closed, and count the choices' ends."""
+        """Cancel the running calls, wait until all have ended, and count the choices' ends."""
         for choice in self.unfinished.values():
             choice.count_finish(FinishReason.ABORT)
-        for task in self._tasks:
-            task.cancel()
-        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+        for index, call in self._calls.items():
+            if index not in self._whole:  # else it ends by itself
+                call.cancel()
+        for result in await asyncio.gather(*self._calls.values(), return_exceptions=True):
             if isinstance(result, Exception):
-                logger.error("a backend stream failed while it was closed", exc_info=result)
+                logger.error("a call of the backend failed while it was closed", exc_info=result)
         for choice in self.choices:
             if choice.speculation is not None:
                 choice.metrics.speculation_ended(choice.speculation)
 
     async def _run(self, choice: Choice, backend: Backend) -> None:
         try:
-            async with _closing(backend.generate(choice.message)) as outputs:
-                async for output in outputs:
-                    if self._error is not None:  # another choice failed: the request has ended
-                        return
-                    chunk = choice.absorb(output)
-                    self._arrived.append(chunk)
-                    self._news.set()
-                    if chunk.finish_reason is not None:
-                        return
-            raise RequestFailed("the backend ended the stream without a finish reason")
+            await backend.generate(choice.message, functools.partial(self._hear, choice))
+            if choice.index not in self._whole:
+                raise RequestFailed("the backend ended the stream without a finish reason")
         except OutriderError as error:
             self._fail(error)
         except asyncio.CancelledError:
@@ -320,19 +345,24 @@ class Generation:
             failure.__cause__ = error
             self._fail(failure)
 
+    def _hear(self, choice: Choice, output: RequestOutput) -> None:
+        if self._error is not None or choice.index in self._whole:  # the request has ended, or the choice
+            return
+        chunk = choice.absorb(output)
+        self._arrived.append(chunk)
+        self._num_untold[choice.index] += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._whole.add(choice.index)
+            if output.finish_reason is None:  # by a stop string: the backend does not know
+                self._calls[choice.index].cancel()
+        elif self._num_untold[choice.index] < self._interval:
+            return
+        self._num_untold[choice.index] = 0
+        self._news.set()
+
     def _fail(self, error: OutriderError) -> None:
         self._error = self._error or error
         self._news.set()
-
-
-@asynccontextmanager
-async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-    """Close a backend's iterator on exit: closing frees the KV and the draft session."""
-    try:
-        yield outputs
-    finally:
-        if (aclose := getattr(outputs, "aclose", None)) is not None:
-            await aclose()
 
 
 def log_end(choices: Sequence[Choice], status: str, *, e2e_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ class Gateway:
         tracing: Tracing | None = None,
         memory: RolloutMemory | None = None,  # of rollouts
         prefills: PrefillBackend | None = None,  # None: no next turn is prefilled
+        stream_interval: int = 1,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -44,6 +47,7 @@ class Gateway:
         self.metrics = metrics
         self.next_turn = None if prefills is None else NextTurnPrefill(model, self.text, prefills, metrics)
         self.is_draining = False
+        self._stream_interval = stream_interval
         self._parser = RequestParser(model, self.text)
         self._fleet_load = fleet_load
         self._tracing = tracing
@@ -90,16 +94,18 @@ class Gateway:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""
         self._parser.require_in_vocabulary(ids, field)
 
-    def generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
+    def generate(self, request: ValidRequest, *, whole: bool = False) -> AsyncIterator[GatewayChunk]:
         """Yield the chunks of all choices as they arrive. Closing the iterator cancels every choice.
 
-        Raises a failed choice's `OutriderError`, and cancels the others.
+        `whole`: nobody streams, so that a choice comes at its end. Raises a failed choice's `OutriderError`, and
+        cancels the others.
         """
-        return self._generate(request) if self._tracing is None else self._tracing.request(request, self._generate)
+        generate = functools.partial(self._generate, interval=sys.maxsize if whole else self._stream_interval)
+        return generate(request) if self._tracing is None else self._tracing.request(request, generate)
 
-    async def _generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
+    async def _generate(self, request: ValidRequest, *, interval: int) -> AsyncIterator[GatewayChunk]:
         started_s = self._clock()
-        generation = self._begin(request, started_s)
+        generation = self._begin(request, started_s, interval)
         status = "cancelled"
         try:
             while generation.unfinished:
@@ -129,7 +135,7 @@ class Gateway:
             generation.abort()
         return len(self._running)
 
-    def _begin(self, request: ValidRequest, started_s: float) -> Generation:
+    def _begin(self, request: ValidRequest, started_s: float, interval: int) -> Generation:
         taken = {id_ for generation in self._running.values() for id_ in generation.backend_ids}
         choices = request.choices()
         if request.request_id in self._running or any(choice.request_id in taken for choice in choices):
@@ -138,7 +144,9 @@ class Gateway:
             len(request.prompt_token_ids), num_choices=request.n, max_tokens=request.sampling.max_tokens
         )
         generation = Generation(
-            [self._choice(index, choice, request, started_s) for index, choice in enumerate(choices)], self._backend
+            [self._choice(index, choice, request, started_s) for index, choice in enumerate(choices)],
+            self._backend,
+            interval,
         )
         self._running[request.request_id] = generation
         return generation

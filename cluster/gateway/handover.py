@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.cluster.gateway.kv_transfer import KeptOutput
-from outrider.cluster.gateway.verifier_streams import VerifierLost
+from outrider.cluster.gateway.verifier_streams import Hear, Stream, VerifierLost
 from outrider.verifier_service.messages.handover import KVSource
-from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.request import RequestOutput
 
 KEPT_S = 30.0  # how long KV waits, at most, for a request that a client sends after the prompt's
-_SHORT_REASON = re.compile(r"([A-Za-z][A-Za-z_ ]{0,31})(:|$)")
 
 
 class TellHandover(Protocol):
@@ -38,144 +36,101 @@ def ignore_handover(outcome: str, reason: str = "", *, waited_s: float | None = 
     """Count nothing."""
 
 
-class NotTaken(Exception):
-    """A verifier could not take a request over; nothing was drawn."""
-
-    @property
-    def label(self) -> str:
-        """The reason, for a metric: what stands before the colon, if it is short and plain."""
-        found = _SHORT_REASON.match(str(self))
-        return "other" if found is None else found[1].replace(" ", "_").lower()
-
-
-class Leg:
-    """A request at one verifier: its stream, which begins at once, whether or not it is read."""
-
-    def __init__(
-        self, verifier_id: str, endpoint: str, message: GenerationRequest, outputs: AsyncGenerator[RequestOutput]
-    ) -> None:
-        self.verifier_id = verifier_id
-        self.place = KVSource(endpoint=endpoint, request_id=message.request_id)
-        self.source = message.kv_source  # what it takes over
-        self._outputs = outputs
-        self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_next_of(outputs))
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its first output was read."""
-        return self._first is None
-
-    async def next(self) -> RequestOutput:
-        """Wait for the next output; raises `NotTaken`, `VerifierLost`, or the error of the request."""
-        first, self._first = self._first, None
-        output = await (_next_of(self._outputs) if first is None else first)
-        if output.finish_reason is FinishReason.NOT_TAKEN:
-            if self.source is None:
-                raise VerifierLost(self.verifier_id, "it took nothing over, where nothing was", was_accepted=True)
-            raise NotTaken(output.error or "")
-        return output
-
-    async def close(self) -> None:
-        """End the stream: the verifier frees what it holds for it."""
-        if self._first is not None:
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
-        await self._outputs.aclose()
-
-
-async def _next_of(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
-    return await anext(outputs)
-
-
 @dataclass(slots=True, kw_only=True)
 class Journey:
     """A request's way from one verifier to the next."""
 
-    leg: Leg  # that is read
-    taker: Leg | None = None  # that has begun already, while the first one prefills
-    find_taker: Callable[[Leg], Awaitable[Leg | None]]  # for a request that its verifier holds; None: there is none
+    stream: Stream  # that is read
+    taker: Stream | None = None  # that has begun already, while the first one prefills
+    find_taker: Callable[[Stream], Awaitable[Stream | None]]  # for a request that stands still; None: there is none
     on_taken: Callable[[KVSource], None]  # before the taker's first output
     tell: TellHandover
     clock: Callable[[], float]
-    _giver: Leg | None = None  # that stands still, until the taker has all
+    _giver: Stream | None = None  # that stands still, until the taker has all
     _held_s: float | None = None  # since when
     _is_move: bool = False
+    _has_taken: bool = False  # the stream that is read, where it takes over
 
-    async def outputs(self) -> AsyncGenerator[RequestOutput]:
-        """Yield all outputs, whichever verifiers they come from; closing the generator ends every stream.
+    async def run(self, hear: Hear) -> None:
+        """Pass all outputs on, whichever verifiers they come from; every stream ends with this call.
 
-        Raises `NotTaken` or `VerifierLost`; what was not yielded by then has not been drawn, or is lost.
+        Raises `NotTaken` or `VerifierLost`; what was not passed on by then has not been drawn, or is lost.
         """
         try:
             while True:
-                source = None if self.leg.has_begun else self.leg.source
-                output = await self.leg.next()
-                if source is not None:
-                    await self._end_handover(source)
-                if output.token_ids or not output.is_held:
-                    yield output
-                if output.finish_reason is not None:
+                last = await self.stream.run(hear if self.stream.source is None else self._hear_taker(hear))
+                if last.finish_reason is not None:
                     return
-                if output.is_held:
-                    await self._change_over()
+                await self._change_over()
         finally:
-            for leg in (self.leg, self.taker, self._giver):
-                if leg is not None:
-                    await leg.close()
+            for stream in (self.stream, self.taker, self._giver):
+                if stream is not None:
+                    stream.end()
+
+    def _hear_taker(self, hear: Hear) -> Hear:
+        """Return what hears a stream that takes KV over: with its first output it has all."""
+
+        def hear_taker(output: RequestOutput) -> None:
+            if self.stream.source is not None and not self._has_taken:
+                self._end_handover(self.stream.source)
+            hear(output)
+
+        return hear_taker
 
     async def _change_over(self) -> None:
         """Read the taker from now on; where there is none, the verifier goes on by itself."""
         self._held_s, self._is_move = self.clock(), self.taker is None
-        taker = self.taker or await self.find_taker(self.leg)
+        taker = self.taker or await self.find_taker(self.stream)
         if taker is not None:
-            self._giver, self.leg, self.taker = self.leg, taker, None
+            self._giver, self.stream, self.taker, self._has_taken = self.stream, taker, None, False
 
-    async def _end_handover(self, source: KVSource) -> None:
+    def _end_handover(self, source: KVSource) -> None:
         """The taker has all: the giver's KV can go."""
+        self._has_taken = True
         self.on_taken(source)
         waited_s = None if self._held_s is None else self.clock() - self._held_s
         self.tell("moved" if self._is_move else "taken", waited_s=waited_s)
         giver, self._giver = self._giver, None
         if giver is not None:
-            await giver.close()
+            giver.end()
 
 
-class KeptLegs:
+class KeptStreams:
     """Streams that stand still behind their answer, for requests that name them."""
 
     def __init__(self) -> None:
         self._waits: dict[KVSource, asyncio.Task[None]] = {}
 
-    async def outputs(self, leg: Leg) -> AsyncGenerator[RequestOutput]:
-        """Yield a prompt's one token, and keep the stream open behind it unless the request has ended there."""
+    async def run(self, stream: Stream, hear: Hear) -> None:
+        """Pass a prompt's one token on, and keep the stream open behind it unless the request has ended there."""
         is_kept = False
+
+        def hear_kept(output: RequestOutput) -> None:
+            if output.is_held:
+                output = KeptOutput.of(output, stream.place, stream.verifier_id)
+            hear(output)
+
         try:
-            while True:
-                output = await leg.next()
-                if output.is_held:
-                    is_kept = True
-                    self._waits[leg.place] = asyncio.create_task(self._wait(leg))
-                    await asyncio.sleep(0)  # cancelled before it has begun, it would not close the stream
-                    output = KeptOutput.of(output, leg.place, leg.verifier_id)
-                yield output
-                if output.finish_reason is not None:
-                    return
+            is_kept = (await stream.run(hear_kept)).is_held
         finally:
             if not is_kept:
-                await leg.close()
+                stream.end()
+        if is_kept:
+            self._waits[stream.place] = asyncio.create_task(self._wait(stream))
+            await asyncio.sleep(0)  # cancelled before it has begun, it would not end the stream
 
-    async def _wait(self, leg: Leg) -> None:
+    async def _wait(self, stream: Stream) -> None:
         """Hold a stream until its verifier goes on by itself, since nobody came, or `KEPT_S` have passed."""
         try:
-            with contextlib.suppress(VerifierLost, TimeoutError):
+            with contextlib.suppress(VerifierLost, TimeoutError, _NobodyCame):
                 async with asyncio.timeout(KEPT_S):
-                    await leg.next()
+                    await stream.run(_go_on)
         finally:
-            del self._waits[leg.place]
-            await leg.close()
+            del self._waits[stream.place]
+            stream.end()
 
     def release(self, source: KVSource) -> None:
-        """Close what has been taken; another gateway's is closed there."""
+        """End what has been taken; another gateway's is ended there."""
         wait = self._waits.get(dataclasses.replace(source, draws_anew=False))
         if wait is not None:
             wait.cancel()
@@ -185,3 +140,11 @@ class KeptLegs:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+class _NobodyCame(Exception):
+    """A verifier goes on with a request that nobody took."""
+
+
+def _go_on(output: RequestOutput) -> None:
+    raise _NobodyCame

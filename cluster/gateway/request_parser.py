@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.common.api_keys import KeyPolicy
@@ -62,6 +62,8 @@ class ModelInfo:
     created: int  # Unix time
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
     logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
+    # fields of `SamplingParams` of requests that leave them open; `max_tokens` bounds those of others, too
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
     learns: bool = False  # a pool's drafters learn from requests that allow it
@@ -186,6 +188,7 @@ class RequestParser:
 
     async def parse(self, request: RequestInput, key_policy: KeyPolicy = KeyPolicy.DEFAULT) -> ValidRequest:
         """Check wire input; raises `InvalidRequest` naming the field. `key_policy`: of the key that came with it."""
+        request = self._with_defaults(request)
         is_kept = request.store is not False and key_policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
@@ -220,6 +223,12 @@ class RequestParser:
             warnings=_warnings(request, num_free_tokens),
             kv_transfer=self._kv_transfer(request, num_choices),
         )
+
+    def _with_defaults(self, request: RequestInput) -> RequestInput:
+        """Return a request that is sampled as the model's files say where it leaves it open."""
+        defaults = {name: value for name, value in self.model.sampling_defaults.items() if name != "max_tokens"}
+        missing = {name: value for name, value in defaults.items() if getattr(request, name) is None}
+        return dataclasses.replace(request, **missing) if missing else request
 
     def _kv_transfer(self, request: RequestInput, num_choices: int) -> KVTransfer:
         """Return what a proxy wants of the prompt's KV; several choices share a prompt, which stays where they are."""
@@ -296,6 +305,7 @@ class RequestParser:
         }
         set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
+        max_tokens = min(max_tokens, self.model.sampling_defaults.get("max_tokens", max_tokens))
         try:
             if self.model.rollouts:
                 require_lossless(acceptance)

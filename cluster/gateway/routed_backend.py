@@ -13,27 +13,20 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
-from outrider.cluster.gateway.handover import (
-    Journey,
-    KeptLegs,
-    Leg,
-    NotTaken,
-    TellHandover,
-    ignore_handover,
-)
+from outrider.cluster.gateway.handover import Journey, KeptStreams, TellHandover, ignore_handover
 from outrider.cluster.gateway.internal_ids import internal_id
 from outrider.cluster.gateway.journal import Attempts, Journal
 from outrider.cluster.gateway.kv_transfer import offering, prompt_digest
 from outrider.cluster.gateway.request_parser import ModelInfo
-from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.gateway.verifier_streams import VerifierLost, VerifierStreams
+from outrider.cluster.gateway.rollout_memory import RolloutMemory, Sample
+from outrider.cluster.gateway.verifier_streams import Hear, NotTaken, Stream, VerifierLost, VerifierStreams
 from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
@@ -99,10 +92,6 @@ class RouterClient:
     def has_no_verifier(self) -> bool:
         """Whether the last snapshot has no verifier: the router has none to name."""
         return self.snapshot is not None and not self.snapshot.verifiers
-
-    def has_left(self, endpoint: str) -> bool:
-        """Return whether the last snapshot has no verifier at an endpoint."""
-        return self.snapshot is not None and not self.has_verifier_at(endpoint)
 
     def has_verifier_at(self, endpoint: str) -> bool:
         """Return whether the last snapshot has a verifier at an endpoint."""
@@ -199,15 +188,15 @@ class RoutedBackend:
         self._memory = memory
         self._clock = clock
         self._turnover = Turnover(clock)
-        self._streams = VerifierStreams(gateway_id, credentials, router.has_left)
-        self._kept = KeptLegs()
+        self._streams = VerifierStreams(gateway_id, credentials)
+        self._kept = KeptStreams()
         self._kv_peers = frozenset(kv_peers)
         self._tell_handover = tell_handover
         self._groups: dict[str, _Group] = {}
         self._serial = itertools.count()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Stream one request's outputs, from several verifiers if some are lost; closing the iterator cancels it.
+    async def generate(self, request: GenerationRequest, hear: Hear) -> None:
+        """Pass one request's outputs on, from several verifiers if some are lost; cancelling the call cancels it.
 
         Raises `Overloaded` before anything is sent; `Unavailable` if no verifier is found in time; `InvalidRequest` if
         a verifier refuses the request; `RequestFailed` if it seems to crash its verifiers.
@@ -223,15 +212,8 @@ class RoutedBackend:
             while journal.ending is None:
                 name = self._new_name(request)
                 assignment = await self._place(name, run, group)
-                version = journal.weight_version
                 try:
-                    async with contextlib.aclosing(self._attempt(name, assignment, run)) as outputs:
-                        async for output in outputs:
-                            self._turnover.begin(ticket)
-                            yield journal.publish(output)
-                            if version not in ("", output.weight_version):
-                                _warn_of_other_weights(name, version, output.weight_version)
-                            version = ""
+                    await self._attempt(name, assignment, run, self._publishing(name, journal, ticket, hear))
                 except VerifierLost as loss:
                     group.forget(assignment)
                     self._count_loss(name, run, loss)
@@ -240,7 +222,23 @@ class RoutedBackend:
                     self._count_refusal(name, run, refusal)
                 run.is_first = False
             if journal.finish_reason is None:
-                yield journal.last_output()
+                hear(journal.last_output())
+
+    def _publishing(self, name: str, journal: Journal, ticket: int, hear: Hear) -> Hear:
+        """Return what records an attempt's outputs and passes them on."""
+        version = journal.weight_version
+
+        def publish(output: RequestOutput) -> None:
+            nonlocal version
+            if output.is_held and not output.token_ids:
+                return
+            self._turnover.begin(ticket)
+            if version and version != output.weight_version:
+                _warn_of_other_weights(name, version, output.weight_version)
+            version = ""
+            hear(journal.publish(output))
+
+        return publish
 
     async def prefill(self, request: GenerationRequest) -> RequestOutput | None:
         """Have a background request's prompt computed by the verifier that requests which begin with it go to.
@@ -260,13 +258,13 @@ class RoutedBackend:
         if assignment is None:
             return None
         message = dataclasses.replace(request, request_id=name)
-        leg = self._leg(assignment.verifier_id, assignment.endpoint, message)
+        stream = self._open(assignment.verifier_id, assignment.endpoint, message)
         try:
-            return await leg.next()
+            return await stream.run(_ignore)
         except VerifierLost as loss:
             raise Unavailable(str(loss)) from loss
         finally:
-            await leg.close()
+            stream.end()
 
     def _admit(self, request: GenerationRequest) -> None:
         refusal = self._router.refusal(
@@ -334,8 +332,8 @@ class RoutedBackend:
     def _new_name(self, request: GenerationRequest) -> str:
         return internal_id(self._gateway_id, next(self._serial), request.request_id)
 
-    def _attempt(self, name: str, assignment: Assignment, run: _Run) -> AsyncGenerator[RequestOutput]:
-        """Stream the request from its verifier, or from the one that computes its prompt and the one that takes it."""
+    def _attempt(self, name: str, assignment: Assignment, run: _Run, hear: Hear) -> Awaitable[None]:
+        """Run the request at its verifier, or at the one that computes its prompt and the one that takes it."""
         journal, plan = run.journal, assignment.plan
         message = journal.continuation(name, plan, run.source if run.is_first else None)
         own = prefill = assignment.verifier_id, assignment.endpoint
@@ -343,24 +341,24 @@ class RoutedBackend:
             prefill = assignment.prefill_verifier_id, assignment.prefill_endpoint
         taker = None
         if journal.request.hands_over:
-            return self._kept.outputs(self._leg(*prefill, offering(message)))
+            return self._kept.run(self._open(*prefill, offering(message)), hear)
         if prefill is own:
-            leg = self._leg(*own, message)
+            stream = self._open(*own, message)
         else:  # drafts are for the taker: the giver draws one token
             giver = self._new_name(journal.request)
             giving = dataclasses.replace(message, request_id=giver, plan=SpeculationPlan(), hands_over=True)
-            leg = self._leg(*prefill, giving)
-            taker = self._leg(*own, journal.continuation(name, plan, leg.place))
+            stream = self._open(*prefill, giving)
+            taker = self._open(*own, journal.continuation(name, plan, stream.place))
         return Journey(
-            leg=leg,
+            stream=stream,
             taker=taker,
             find_taker=functools.partial(self._find_taker, run),
             on_taken=functools.partial(self._on_taken, journal),
             tell=self._tell_handover,
             clock=self._clock,
-        ).outputs()
+        ).run(hear)
 
-    async def _find_taker(self, run: _Run, giver: Leg) -> Leg | None:
+    async def _find_taker(self, run: _Run, giver: Stream) -> Stream | None:
         """Let another verifier take over a request that its verifier holds; None: there is none now."""
         name = self._new_name(run.journal.request)
         excluded = (giver.verifier_id, *run.attempts.excluded_verifier_ids)
@@ -369,33 +367,19 @@ class RoutedBackend:
         except Unavailable:
             return None
         message = run.journal.continuation(name, assignment.plan, giver.place)
-        return self._leg(assignment.verifier_id, assignment.endpoint, message)
+        return self._open(assignment.verifier_id, assignment.endpoint, message)
 
     def _on_taken(self, journal: Journal, source: KVSource) -> None:
         journal.close_account()
         self._kept.release(source)
 
-    def _leg(self, verifier_id: str, endpoint: str, message: GenerationRequest) -> Leg:
+    def _open(self, verifier_id: str, endpoint: str, message: GenerationRequest) -> Stream:
         """Begin a stream; in rollouts with its history, and into the memory."""
         if self._memory is None:
-            outputs = self._streams.stream(verifier_id, endpoint, message)
-        else:
-            outputs = self._sample(self._memory, verifier_id, endpoint, message)
-        return Leg(verifier_id, endpoint, message, outputs)
-
-    async def _sample(
-        self, memory: RolloutMemory, verifier_id: str, endpoint: str, message: GenerationRequest
-    ) -> AsyncGenerator[RequestOutput]:
-        drafters = self._router.drafters_of(verifier_id)
-        with memory.sampling(message, verifier_id, drafters) as sample:
-            try:
-                async with contextlib.aclosing(self._streams.stream(verifier_id, endpoint, sample.request)) as outputs:
-                    async for output in outputs:
-                        sample.hear(output)
-                        yield output
-            except VerifierLost:
-                sample.lose()
-                raise
+            return self._streams.open(verifier_id, endpoint, message)
+        sampling = self._memory.sampling(message, verifier_id, self._router.drafters_of(verifier_id))
+        witness = _SampleWitness(sampling)
+        return self._streams.open(verifier_id, endpoint, witness.sample.request, witness)
 
     def _count_loss(self, name: str, run: _Run, loss: VerifierLost) -> None:
         has_published = run.journal.close_account()
@@ -420,6 +404,23 @@ class RoutedBackend:
     async def close(self) -> None:
         await self._kept.close()
         await self._streams.close()
+
+
+class _SampleWitness:
+    """Notes a stream's outputs in the memory of rollouts."""
+
+    def __init__(self, sampling: contextlib.AbstractContextManager[Sample]) -> None:
+        self._sampling = sampling
+        self.sample = sampling.__enter__()
+        self.hear = self.sample.hear
+        self.lose = self.sample.lose
+
+    def close(self) -> None:
+        self._sampling.__exit__(None, None, None)
+
+
+def _ignore(output: RequestOutput) -> None:
+    """A prompt's one token is told once, by the call's end."""
 
 
 def affinity_key(request: GenerationRequest, *, in_rollouts: bool = False) -> str:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import word_sequences
-from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, silent_token_ids
+from outrider.cluster.gateway.byte_decoder import BYTE_OF, REPLACEMENT_CHARACTER, TokenBytes, token_bytes_of
+from outrider.cluster.gateway.detokenizer import Detokenizer, silent_token_ids
 from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
 NUM_THREADS = 2  # tokenise in parallel: the tokenizer releases the GIL
@@ -110,6 +111,7 @@ class TextCodec:
         """Return a detokenizer for one choice; `prompt_ids`: of the prompt whose text the choice's goes on with."""
         return Detokenizer(
             self._tokenizer,
+            self._bytes_of_tokens,
             silent_ids=self._silent_ids if skip_special_tokens else frozenset(),
             prompt_ids=prompt_ids,
             stop=stop,
@@ -141,8 +143,12 @@ class TextCodec:
         piece = self.pieces([token_id])[0] or ""
         if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
             return (int(piece[3:-1], 16),)
-        values = [_BYTE_OF.get(char) for char in piece]
+        values = [BYTE_OF.get(char) for char in piece]
         return tuple(value for value in values if value is not None) if None not in values else None
+
+    @functools.cached_property
+    def _bytes_of_tokens(self) -> TokenBytes | None:
+        return token_bytes_of(self._tokenizer)
 
     @functools.cached_property
     def _anchor(self) -> list[int]:
@@ -155,13 +161,3 @@ class TextCodec:
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of a byte-level piece: a printable byte is itself, others are 256 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

@@ -108,11 +108,14 @@ class TracedBackend:
         self._inner = inner
         self._tracer = tracer
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Stream a request's outputs; without a `trace_parent`, it is not traced."""
-        return self._inner.generate(request) if request.trace_parent is None else self._traced(request)
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
+        """Pass a request's outputs on; without a `trace_parent`, it is not traced."""
+        if request.trace_parent is None:
+            await self._inner.generate(request, hear)
+        else:
+            await self._traced(request, hear)
 
-    async def _traced(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def _traced(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         span = self._tracer.start_span(
             "verifier.generate",
             context=_propagator.extract({TRACE_PARENT: request.trace_parent or ""}),
@@ -120,15 +123,17 @@ class TracedBackend:
             attributes={"outrider.choice_index": request.sampling.choice_index},
         )
         num_tokens = num_accepted_tokens = 0
+
+        def note(output: RequestOutput) -> None:
+            nonlocal num_tokens, num_accepted_tokens
+            num_tokens += len(output.token_ids)
+            num_accepted_tokens += output.num_accepted_tokens
+            if output.timing is not None:
+                self._step(span, output, output.timing)
+            hear(output)
+
         try:
-            message = dataclasses.replace(request, trace_parent=_trace_parent(span))
-            async with aclosing(self._inner.generate(message)) as outputs:  # type: ignore[type-var]
-                async for output in outputs:
-                    num_tokens += len(output.token_ids)
-                    num_accepted_tokens += output.num_accepted_tokens
-                    if output.timing is not None:
-                        self._step(span, output, output.timing)
-                    yield output
+            await self._inner.generate(dataclasses.replace(request, trace_parent=_trace_parent(span)), note)
         except OutriderError as error:
             _fail(span, error)
             raise

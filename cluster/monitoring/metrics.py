@@ -7,8 +7,9 @@ counter. No label has a prompt or a request id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from outrider.verifier_service.messages.request import SpeculationMetrics
+
+MetricT = TypeVar("MetricT", Counter, Histogram)
 
 OWN_PREFIX, VLLM_PREFIX = "outrider_", "vllm:"
 LABELS = ("model_name", "engine")
@@ -207,6 +210,7 @@ class GatewayMetrics:
             d: Histogram(OWN_PREFIX + d.name, d.formula, d.labels, registry=registry, buckets=d.buckets)
             for d in _of("histogram")
         }
+        self._children: dict[tuple[Any, ...], Any] = {}
         if vllm_aliases:
             metrics = {**self._counters, **self._gauges, **self._histograms}
             registry.register(_Aliases([metric for definition, metric in metrics.items() if definition.has_alias]))
@@ -256,10 +260,18 @@ class GatewayMetrics:
         self._count(NEXT_TURN_TOKENS, num_tokens)
 
     def _count(self, definition: Definition, amount: float, **labels: str) -> None:
-        self._counters[definition].labels(**self._labels, **labels).inc(amount)
+        self._child(self._counters[definition], labels).inc(amount)
 
     def _observe(self, definition: Definition, value: float) -> None:
-        self._histograms[definition].labels(**self._labels).observe(value)
+        self._child(self._histograms[definition], {}).observe(value)
+
+    def _child(self, metric: MetricT, labels: Mapping[str, str]) -> MetricT:
+        """Return a metric's child: the library's own look-up takes longer than to count."""
+        key = (metric, *labels.values())
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(**self._labels, **labels)
+        return child
 
 
 def _of(kind: str) -> list[Definition]:

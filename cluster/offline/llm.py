@@ -23,7 +23,7 @@ from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
-OPTIONS = (*MODEL_OPTIONS, "speculation")
+OPTIONS = (*MODEL_OPTIONS, "generation_config", "speculation")
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -79,8 +79,9 @@ class LLM:
         """Run all prompts together; return their outputs in the prompts' order.
 
         `prompts` is a text, a mapping with `prompt`, `prompt_token_ids` or `messages`, or an iterable of them;
-        `sampling_params` is one for all, or one each. `use_tqdm` shows progress on stderr. Raises `ValueError` naming
-        the bad field; a prompt that the engine refuses has an `error` in its output instead.
+        `sampling_params` is one for all, or one each; None: as the model's generation_config.json says. `use_tqdm`
+        shows progress on stderr. Raises `ValueError` naming the bad field; a prompt that the engine refuses has an
+        `error` in its output instead.
         """
         return self._all(self._prompts.runs(named_prompts(prompts), sampling_params), use_tqdm)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined, tokens_of
+from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.outputs import (
@@ -29,6 +31,8 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,11 @@ class TokenRun:
         """Return a finished output as one chunk."""
         return dataclasses.replace(
             self.nothing,
-            tokens=tuple(token for step in self.steps for token in tokens_of(step)),
+            texts=("",) * sum(len(step.token_ids) for step in self.steps),
+            token_ids=_column(step.token_ids for step in self.steps),
+            origins=_column(step.origins for step in self.steps),
+            logprobs=_column(step.logprobs or () for step in self.steps),
+            weight_versions=_column((step.weight_version,) * len(step.token_ids) for step in self.steps),
             prompt_logprobs=next((step.prompt_logprobs for step in self.steps if step.prompt_logprobs), None),
             finish_reason=self.steps[-1].finish_reason,
             speculation=next((step.speculation for step in reversed(self.steps) if step.speculation), None),
@@ -200,14 +208,13 @@ class PromptRun:
 
     def _completion(self, run: OutputRun | TokenRun, chunk: GatewayChunk) -> CompletionOutput:
         num_top = self._sampling.logprobs
-        entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
         assert run.finish_reason is not None
         return CompletionOutput(
             index=chunk.index,
             text=chunk.text,
             token_ids=list(chunk.token_ids),
             logprobs=None if num_top is None else logprobs_by_id(chunk.tokens, self._context.codec, num_top),
-            cumulative_logprob=None if num_top is None else sum(entry.logprob for entry in entries),
+            cumulative_logprob=None if num_top is None else sum(entry.logprob for entry in chunk.logprobs),
             finish_reason=run.finish_reason,
             stop_reason=self._stop_reason(chunk, self.requests[chunk.index].sampling),
         )
@@ -224,7 +231,7 @@ class PromptRun:
 
     def _run(self, index: int, request: GenerationRequest) -> OutputRun | TokenRun:
         if not self._sampling.detokenize:
-            return TokenRun(nothing=GatewayChunk(request_id=self.request_id, index=index, tokens=()))
+            return TokenRun(nothing=GatewayChunk(request_id=self.request_id, index=index))
         return OutputRun(choice=self._choice(index, request))
 
     def _choice(self, index: int, request: GenerationRequest) -> Choice:
@@ -247,3 +254,7 @@ class PromptRun:
             clock=context.clock,
             started_s=context.clock(),
         )
+
+
+def _column(steps: Iterable[tuple[ItemT, ...]]) -> tuple[ItemT, ...]:
+    return tuple(itertools.chain.from_iterable(steps))

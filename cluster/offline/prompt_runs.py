@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -17,6 +18,7 @@ from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.model.architectures import read_sampling_defaults, resolve_description
 
 
 class PromptRuns:
@@ -43,6 +45,7 @@ class PromptRuns:
             clock=time.monotonic,
         )
         self._numbers = itertools.count()
+        self._default_sampling = SamplingParams(**_sampling_defaults(config))
 
     def runs(
         self,
@@ -58,7 +61,8 @@ class PromptRuns:
         `prompts` come with their names in errors; `history_keys`: one each, as in `GenerationRequest`. Of
         conversations: whether an answer of its own begins, and a template in place of the model's.
         """
-        samplings = _one_for_each(sampling_params, len(prompts))
+        given = self._default_sampling if sampling_params is None else sampling_params
+        samplings = _one_for_each(given, len(prompts))
         keys = _checked_keys(history_keys, len(prompts))
         tokenised = [
             self._tokenised(prompt, name, add_generation_prompt=add_generation_prompt, chat_template=chat_template)
@@ -100,9 +104,15 @@ def named_prompts(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[st
     return [(name, parse_prompt(prompt, name)) for name, prompt in named]
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+def _sampling_defaults(config: ServiceConfig) -> dict[str, Any]:
+    if not config.reads_generation_config:
+        return {}
+    return read_sampling_defaults(resolve_description(config.verifier_spec.model))
+
+
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise ValueError("sampling_params must be a SamplingParams of outrider.cluster, or a list of them")
     if len(params) != num_prompts:

@@ -56,7 +56,7 @@ class RunningSample:
             prompt_token_ids=self.run.prompt_token_ids,
             token_ids=whole.token_ids,
             text=whole.text,
-            logprobs=tuple(token.logprobs.logprob for token in whole.tokens if token.logprobs is not None),
+            logprobs=tuple(entry.logprob for entry in whole.logprobs),
             finish_reason=piece.finish_reason,
             error=error,
             weight_versions=tuple(whole.weight_spans),

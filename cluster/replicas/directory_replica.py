@@ -59,7 +59,7 @@ class DirectoryReplica:
             lambda verifier_id: ask_router(router.remove, verifier_id),
         )
         add_DrafterDirectoryServicer_to_server(servicer, self._server)
-        bind(self._server, f"{config.host}:{config.grpc_port}", config.links.server_credentials)
+        bind(self._server, config.address(config.grpc_port), config.links.server_credentials)
         await self._server.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -38,7 +38,12 @@ from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
-from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
+from outrider.verifier_service.model.architectures import (
+    read_description,
+    read_eos_token_ids,
+    read_sampling_defaults,
+    resolve_description,
+)
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
@@ -76,6 +81,7 @@ class GatewayReplica:
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
             config.logprobs_mode,
+            reads_generation_config=config.reads_generation_config,
             adapters=tuple(config.verifiers.lora_modules),
             rollouts=config.verifiers.rollouts,
             learns=bool(config.learning),
@@ -104,6 +110,7 @@ class GatewayReplica:
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
             memory=memory,
+            stream_interval=config.gateway.stream_interval,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
         keys = ApiKeys(config.gateway.api_key_hashes)
@@ -126,7 +133,7 @@ class GatewayReplica:
         """Start the gRPC server, with its interceptors."""
         return await start_grpc_server(
             self._gateway,
-            f"{config.host}:{config.grpc_port}",
+            config.address(config.grpc_port),
             credentials=None if config.tls is None else config.tls.server_credentials(),
             options=GRPC_OPTIONS,
             interceptors=[
@@ -140,7 +147,13 @@ class GatewayReplica:
         """Start the HTTP server, unless clients come through Serve's proxies."""
         if not config.listens_itself:
             return None
-        server = HttpServer(RequestIdMiddleware(self._api), config.host, config.port, config.tls)
+        server = HttpServer(
+            RequestIdMiddleware(self._api),
+            config.host,
+            config.port,
+            config.tls,
+            keep_alive_timeout_s=config.gateway.keep_alive_timeout_s,
+        )
         self._tasks.start(server.run(), "serve HTTP")
         return server
 
@@ -251,6 +264,7 @@ def model_info(
     acceptance: AcceptanceRule,
     logprobs_mode: LogprobsMode,
     *,
+    reads_generation_config: bool = False,
     adapters: tuple[str, ...] = (),
     rollouts: bool = False,
     learns: bool = False,
@@ -263,10 +277,11 @@ def model_info(
         name=name,
         max_model_len=max_model_len,
         vocab_size=description.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, description),
+        eos_token_ids=read_eos_token_ids(folder, description, model),
         created=int(time.time()),
         acceptance=acceptance,
         logprobs_mode=logprobs_mode,
+        sampling_defaults=read_sampling_defaults(folder) if reads_generation_config else {},
         adapters=adapters,
         rollouts=rollouts,
         learns=learns,

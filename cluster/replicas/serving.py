@@ -55,6 +55,8 @@ NUM_START_ATTEMPTS = 3
 # not Ray's own folder, where other programs look for a cluster to join
 RAY_FOLDER = Path(tempfile.gettempdir()) / f"outrider-ray-{os.getuid()}"
 # their messages (Ray's token authentication is on, Serve has started) are no use to an operator
+# Where a Ray of its own listens, unless at the public ports' address. None: at the machine's own.
+_NODE_ADDRESSES = {"0.0.0.0": None, "::": None, "::1": "127.0.0.1"}
 _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
     "ray.serve": logging.WARNING,
@@ -135,7 +137,7 @@ def own_ray_options(config: PoolsConfig) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_temp_dir": str(RAY_FOLDER),
-        "_node_ip_address": config.host if config.host != "0.0.0.0" else None,
+        "_node_ip_address": _NODE_ADDRESSES.get(config.host, config.host),
         "log_to_driver": False,
         "logging_level": logging.WARNING,
     }
@@ -256,7 +258,7 @@ def check_ports(config: PoolsConfig) -> None:
             try:
                 probe.bind((config.host, port))
             except OSError as error:
-                raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
+                raise OSError(f"{name}: cannot listen on {config.address(port)}: {error.strerror}") from error
 
 
 def draft_models_of(config: PoolsConfig) -> set[ModelConfig]:
@@ -312,7 +314,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         on_phase("ready")
         interrupt_at_signals()  # not earlier: Ray sets its own handler when it starts
         scheme = "http" if config.tls is None else "https"
-        address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
+        address = f"{scheme}://{config.address(config.port)} and grpc {config.address(config.grpc_port)}"
         with contextlib.suppress(KeyboardInterrupt):
             click.echo(f"serving {config.model.name} on {address}; drafts: {config.who_drafts}")
             if config.who_drafts == "nobody" and config.max_draft_length > 0 and config.speculation != "off":
@@ -333,7 +335,7 @@ def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
     with running_service(config, on_phase, build=build_drafters, name=DRAFTERS_APP):
         on_phase("ready")
         interrupt_at_signals()
-        directory, http = f"{config.host}:{config.grpc_port}", f"http://{config.host}:{config.port}"
+        directory, http = config.address(config.grpc_port), f"http://{config.address(config.port)}"
         with contextlib.suppress(KeyboardInterrupt):
             click.echo(
                 f"drafting for {config.model.name} at {directory}, metrics at {http}/metrics: {config.who_drafts}"

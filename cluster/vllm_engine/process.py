@@ -136,7 +136,9 @@ async def _ready(spec: VllmSpec, engine: AsyncLLM) -> EngineReady:
     return EngineReady(
         vocab_size=config.model_config.get_vocab_size(),
         max_model_len=config.model_config.max_model_len,
-        eos_token_ids=read_eos_token_ids(Path(config.model_config.model), config.model_config.hf_text_config),
+        eos_token_ids=read_eos_token_ids(
+            Path(config.model_config.model), config.model_config.hf_text_config, spec.model
+        ),
         num_kv_blocks=config.cache_config.num_gpu_blocks or 0,
         step_times=(),
         vocab_fingerprint=fingerprint_of(spec.model),

@@ -31,6 +31,7 @@ from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
+from outrider.verifier_service.model.settled import own_limit
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import TensorSource, WeightError
 
@@ -176,7 +177,7 @@ class DraftHead(nn.Module):
         self.taps = tuple(taps)  # as in `DraftNeeds`
         self.state_size = state_size  # values of one token's states, over all taps
         self.vocab_size: int = description.vocab_size  # the target's
-        self.max_positions: int = description.max_position_embeddings
+        self.max_positions = own_limit(description)
         self.borrowed: frozenset[str] = frozenset()  # the target's tensors: not saved with the head
         self.register_buffer("target_ids", None, persistent=False)
         with torch.device("cpu"):  # computed, not loaded: never on the meta device

@@ -46,7 +46,7 @@ from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.settled import resolve_device, with_dtype
+from outrider.verifier_service.model.settled import own_limit, resolve_device, with_dtype
 from outrider.verifier_service.model.weights import Checkpoint, WeightError
 
 
@@ -100,7 +100,7 @@ class _Maker:
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size
         self._device = resolve_device(spec.target.device)
-        self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
+        self._max_model_len: int = spec.target.max_model_len or own_limit(description)
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
         self._rules = DraftRules(rng=rng, vocab_size=self._vocab_size, trees=self._trees)

@@ -16,6 +16,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.lab.demo.questions import Question
 from outrider.proto import generation_pb2, generation_pb2_grpc
+from outrider.verifier_service.messages.link import NO_PROXY
 
 ACCEPTED, PLAIN = "accepted", "plain"  # origins of tokens, beside recovered and bonus
 _ORIGIN_PREFIX = "TOKEN_ORIGIN_"
@@ -153,8 +154,8 @@ class GrpcClient:
 async def open_clients(config: ServiceConfig, codec: TextCodec) -> AsyncIterator[tuple[HttpClient, GrpcClient]]:
     """Connect to a service on this machine by both protocols."""
     async with (
-        open_client(Server(url=f"http://{config.host}:{config.port}")) as client,
-        grpc.aio.insecure_channel(f"{config.host}:{config.grpc_port}") as channel,
+        open_client(Server(url=f"http://{config.address(config.port)}")) as client,
+        grpc.aio.insecure_channel(config.address(config.grpc_port), options=[NO_PROXY]) as channel,
     ):
         yield HttpClient(client, config.model.name), GrpcClient(channel, codec)
 

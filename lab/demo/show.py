@@ -54,7 +54,8 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
     with _quiet_ray(), contextlib.ExitStack() as service:
         with show_phases() as on_phase:
             service.enter_context(running_service(config, on_phase))
-            on_phase(f"serving {config.model.name} on http://{config.host}:{port} and grpc {config.host}:{grpc_port}")
+            addresses = f"http://{config.address(port)} and grpc {config.address(grpc_port)}"
+            on_phase(f"serving {config.model.name} on {addresses}")
         start_s = time.monotonic() - begin_s
         try:
             acts = asyncio.run(_acts(config, console, waves))

@@ -27,6 +27,7 @@ from outrider.lab.gateway.answers import (
     pieces_of,
 )
 from outrider.lab.gateway.loads import Door, Load, Variant, grpc_request, http_request
+from outrider.verifier_service.messages.link import NO_PROXY
 
 GENERATE, GENERATE_UNARY = "/outrider.v1.Inference/Generate", "/outrider.v1.Inference/GenerateUnary"
 READ_BYTES = 1 << 16
@@ -91,7 +92,8 @@ async def send_load(ask: Ask) -> tuple[list[Answer], float]:
     async with contextlib.AsyncExitStack() as stack:
         channel: grpc.aio.Channel | None = None
         if load.door is Door.GRPC:
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{ask.host}:{ask.port}"))
+            address, options = f"{ask.host}:{ask.port}", [NO_PROXY]
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
         begin_s = time.perf_counter()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ask.max_seconds):

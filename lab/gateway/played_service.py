@@ -35,7 +35,7 @@ def played_spec(config: ServiceConfig, *, step_s: float) -> PlayedSpec:
     return PlayedSpec(
         verifier=config.verifier_spec,
         vocab_size=description.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, description),
+        eos_token_ids=read_eos_token_ids(folder, description, model),
         says=OnTime(token_ids=whole_tokens(load_tokenizer(model), TEXT)),
         step_s=step_s,
     )

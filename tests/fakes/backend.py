@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +134,13 @@ class FakeBackend:
     finish_reason: FinishReason | None = FinishReason.LENGTH
     speculation: SpeculationMetrics | None = None
     error: str | None = None
+    pace_s: float = 0.0  # before each step
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     num_waiting: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         self.requests.append(request)
         steps = self.script(request)
         finished = False
@@ -149,8 +150,8 @@ class FakeBackend:
                 if number == 1:
                     output = dataclasses.replace(output, prompt_logprobs=_prompt_logprobs(request))
                 finished = output.finish_reason is not None
-                yield output
-        except (asyncio.CancelledError, GeneratorExit):
+                hear(output)
+        except asyncio.CancelledError:
             if not finished:
                 self.cancelled.append(request.request_id)
             raise
@@ -162,7 +163,7 @@ class FakeBackend:
             await self.waiting.wait()
 
     async def _output(self, request: GenerationRequest, step: Step, *, is_last: bool) -> RequestOutput:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.pace_s)
         if isinstance(step, BaseException):
             raise step
         if step is None:
@@ -212,9 +213,11 @@ def build_gateway(
     rollouts: bool = False,
     learns: bool = False,
     hands_over: bool = False,
+    sampling_defaults: dict[str, Any] | None = None,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
     prefills: PrefillBackend | None = None,
+    stream_interval: int = 1,
 ) -> Gateway:
     model = ModelInfo(
         name="tiny",
@@ -227,10 +230,19 @@ def build_gateway(
         rollouts=rollouts,
         learns=learns,
         hands_over=hands_over,
+        sampling_defaults=sampling_defaults or {},
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(
-        model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load, memory=memory, prefills=prefills
+        model,
+        tokenizer,
+        backend,
+        metrics,
+        TickingClock(),
+        fleet_load=fleet_load,
+        memory=memory,
+        prefills=prefills,
+        stream_interval=stream_interval,
     )
 
 

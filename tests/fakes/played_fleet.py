@@ -13,6 +13,7 @@ import grpc
 
 from fakes.engine_bench import EngineBench
 from fakes.reports import verifier_report
+from outrider.cluster.gateway.choice import Backend
 from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
@@ -48,6 +49,20 @@ REQUEST = GenerationRequest(
     request_id="mine", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(seed=4, num_speculative_tokens=2)
 )
 End = FinishReason | grpc.StatusCode | object  # INVALID_ARGUMENT refuses the request; other statuses end the stream
+
+
+async def outputs_of(backend: Backend, request: GenerationRequest) -> AsyncGenerator[RequestOutput]:
+    """Yield what a backend tells of a request, and raise its error; closing the generator cancels the request."""
+    heard: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+    call = asyncio.create_task(backend.generate(request, heard.put_nowait))
+    call.add_done_callback(lambda _: heard.put_nowait(None))
+    try:
+        while (output := await heard.get()) is not None:
+            yield output
+        await call
+    finally:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -330,7 +345,7 @@ class Fleet:
 
     async def generate(self, request: GenerationRequest = REQUEST) -> list[RequestOutput]:
         async with asyncio.timeout(20):
-            return [output async for output in self.backend.generate(request)]
+            return [output async for output in outputs_of(self.backend, request)]
 
 
 @contextlib.asynccontextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,30 +44,30 @@ class DraftingBackend:
     num_running: int = 0
     max_running: int = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        self.num_running += 1
-        self.max_running = max(self.max_running, self.num_running)
-        try:
-            async with aclosing(self._outputs(request)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self.num_running -= 1
-
-    async def _outputs(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         wanted = 0
-        async with aclosing(self.played.generate(request)) as outputs:
-            async for output in outputs:
-                await asyncio.sleep(self.pace_s)
-                drafted = max(wanted, output.num_accepted_tokens)
-                is_full = output.num_accepted_tokens == drafted
-                yield dataclasses.replace(
+
+        def draft(output: RequestOutput) -> None:
+            nonlocal wanted
+            drafted = max(wanted, output.num_accepted_tokens)
+            is_full = output.num_accepted_tokens == drafted
+            hear(
+                dataclasses.replace(
                     output,
                     num_draft_tokens=drafted,
                     follows_leaf=is_full,
                     speculation=output.speculation and (NO_SPECULATION if is_plain(request) else SPECULATION),
                 )
-                wanted = 0 if is_plain(request) else NUM_DRAFT_TOKENS
+            )
+            wanted = 0 if is_plain(request) else NUM_DRAFT_TOKENS
+
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        self.played.pace_s = self.pace_s
+        try:
+            await self.played.generate(request, draft)
+        finally:
+            self.num_running -= 1
 
 
 def is_plain(request: GenerationRequest) -> bool:

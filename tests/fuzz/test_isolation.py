@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer
+from fakes.backend import FakeBackend, Step, build_gateway, build_tokenizer
 from fakes.engine_bench import EngineBench, make_request, tokens_of
 from fakes.runner import continuation
 from fuzz.budget import examples
@@ -43,12 +43,10 @@ def own_tokens(request: GenerationRequest) -> list[list[int]]:
 class UnevenBackend(FakeBackend):
     """A backend whose requests overtake each other."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        async with aclosing(FakeBackend.generate(self, request)) as outputs:
-            async for output in outputs:
-                for _ in range(sum(output.token_ids) % 4):
-                    await asyncio.sleep(0)
-                yield output
+    async def _output(self, request: GenerationRequest, step: Step, *, is_last: bool) -> RequestOutput:
+        for _ in range(sum(step) % 4):
+            await asyncio.sleep(0)
+        return await FakeBackend._output(self, request, step, is_last=is_last)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

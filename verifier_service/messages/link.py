@@ -128,9 +128,13 @@ MAX_DRAFTER_FRAME_BYTES = 1 << 20
 MAX_TOGETHER_BYTES = 1 << 18  # messages are packed into one frame up to this size; a longer one goes alone
 MAX_REQUEST_ID_CHARS = 1024  # a gateway's prefix, and a client's id of at most 128
 
+# gRPC would send calls within a cluster through the http_proxy of the environment, which is for the world outside.
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+
 # Set at both ends: grpc notices a frozen peer only with ping_timeout_ms beside the keepalive options, and a server
 # refuses frequent pings unless it is configured to expect them.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),

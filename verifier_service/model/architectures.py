@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.messages.expert_shape import ExpertShape
+from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.gguf import local_path
+from outrider.verifier_service.model.tokenizer import end_token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DESCRIPTION_PATTERNS = ["*.json", "tokenizer*", "*.model", "*.txt"]  # of a model hub's files
+DESCRIPTION_PATTERNS = ["*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]  # of a model hub's files
 CHECKPOINT_PATTERNS = ["*.safetensors", *DESCRIPTION_PATTERNS]
+CODE_PATTERNS = ["*.py"]  # with trust_remote_code: of models and tokenizers
 
 
 class UnsupportedModelError(ValueError):
@@ -87,6 +91,11 @@ _REASONS = {
     "mamba": "it keeps recurrent state outside of the KV blocks",
     "mamba2": "it keeps recurrent state outside of the KV blocks",
 }
+_GENERATION_CONFIG = "generation_config.json"
+_SAMPLING_DEFAULTS = {  # to fields of `SamplingParams`
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -116,7 +125,8 @@ def _resolve(config: ModelConfig, patterns: list[str]) -> Path:
         validate_repo_id(config.path)
     except HFValidationError as error:
         raise FileNotFoundError(f"model: there is no folder {config.path}, nor can a model hub have it") from error
-    return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
+    allowed = [*patterns, *(CODE_PATTERNS if config.trust_remote_code else ())]
+    return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=allowed))
 
 
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
@@ -192,12 +202,39 @@ def batch_dependent_rope(parameters: Any) -> str | None:
     return next((found for nested in parameters.values() if (found := batch_dependent_rope(nested))), None)
 
 
-def read_eos_token_ids(folder: Path, description: PreTrainedConfig) -> tuple[int, ...]:
-    """Read the end-of-sequence ids from generation_config.json, else from config.json, whose list may be incomplete."""
-    path = folder / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = description.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+def read_eos_token_ids(folder: Path, description: PreTrainedConfig, config: ModelConfig) -> tuple[int, ...]:
+    """Read the end-of-sequence ids of generation_config.json, of the tokenizer and of config.json, all of them.
+
+    Each may lack the one that a chat template ends its messages with. If none names one, it is the architecture's.
+    """
+    model = json.loads((folder / "config.json").read_text())
+    parts = (_read_generation_config(folder), {"eos_token_id": end_token_id(config)}, model, model.get("text_config"))
+    found = list(itertools.chain.from_iterable(_as_list((part or {}).get("eos_token_id")) for part in parts))
+    ids = dict.fromkeys(found or _as_list(description.eos_token_id))
+    return tuple(id_ for id_ in ids if 0 <= id_ < description.vocab_size)
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return what generation_config.json says of sampling, as fields of `SamplingParams`; as vLLM reads it.
+
+    Raises `ValueError` naming file and field.
+    """
+    generation = _read_generation_config(folder)
+    found = {own: value for name, own in _SAMPLING_DEFAULTS.items() if (value := generation.get(name)) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0  # off
+    try:
+        SamplingParams(**found)
+    except (ValueError, TypeError) as error:
+        message = f"{_GENERATION_CONFIG}: {error}; generation_config: vllm leaves its sampling unread"
+        raise ValueError(message) from error
+    return found
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION_CONFIG
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -25,6 +25,7 @@ class ModelConfig:
     num_cached_experts: int | None = None
     device: str = "auto"  # auto: CUDA if available
     max_model_len: int | None = None  # None: the model's own limit
+    may_be_shorter: bool = False  # a drafter's model: its own limit holds where it is below `max_model_len`
     block_size: int = 16
     num_kv_blocks: int | None = None  # None: from kv_cache_memory_bytes
     kv_cache_memory_bytes: int | None = None  # per rank; None: a share of the memory

@@ -276,7 +276,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.vocab_size: int = description.vocab_size
         self.max_model_len = resolve_max_model_len(config, description)
-        self.eos_token_ids = read_eos_token_ids(folder, description)
+        self.eos_token_ids = read_eos_token_ids(folder, description, config)
         self.num_layers: int = description.num_hidden_layers
         self.experts = expert_shape(description)
         settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None, "isa": wanted_isa()}

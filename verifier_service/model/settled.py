@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -54,19 +55,37 @@ def multiplies_bfloat16() -> bool:
     return bool(found.get("avx512_bf16") or found.get("amx_bf16")) and wanted_isa() not in (Isa.AVX2, Isa.BASELINE)
 
 
+def own_limit(description: PreTrainedConfig) -> int:
+    """Return how many positions a model knows: with YaRN its factor times those before it, as in vLLM.
+
+    `max_position_embeddings` may be either: Qwen's have those before, DeepSeek's those after.
+    """
+    limits = (int(rope["factor"] * rope["original_max_position_embeddings"]) for rope in _yarns(description))
+    return max([description.max_position_embeddings, *limits])
+
+
+def _yarns(description: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of YaRN: of all layers, or by their types."""
+    given = getattr(description, "rope_parameters", None) or {}
+    ropes = [given, *(nested for nested in given.values() if isinstance(nested, dict))]
+    return [rope for rope in ropes if rope.get("rope_type") == "yarn" and rope.get("factor")]
+
+
 def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:
     """Return the maximum sequence length, at most the model's own limit; raises `ValueError` naming the field."""
-    own = description.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > own:
+    own = own_limit(description)
+    if config.max_model_len is None or (config.may_be_shorter and config.max_model_len > own):
+        return own
+    if config.max_model_len > own:
         raise ValueError(f"max_model_len must be at most the model's own limit of {own}")
-    return config.max_model_len or own
+    return config.max_model_len
 
 
 def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> int:
     """Bound the maximum length by the KV pool's slots; raises `ValueError` if the config asks for more."""
     if max_model_len <= num_slots:
         return max_model_len
-    if config.max_model_len is not None:
+    if config.max_model_len is not None and not config.may_be_shorter:
         raise ValueError(f"max_model_len must be at most {num_slots}, the tokens that the KV cache holds")
     logger.warning("the KV cache holds %d tokens of the model's %d: sequences end there", num_slots, max_model_len)
     return num_slots

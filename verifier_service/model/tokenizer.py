@@ -21,6 +21,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     )
 
 
+def end_token_id(model: ModelConfig) -> int | None:
+    """Return the id of the tokenizer's end-of-sequence token; None without one, or without a tokenizer."""
+    try:
+        tokenizer = load_tokenizer(model)
+    except (OSError, ValueError):
+        return None
+    token, id_ = tokenizer.eos_token, tokenizer.eos_token_id
+    return id_ if token is not None and tokenizer.convert_ids_to_tokens(id_) == token else None
+
+
 def fingerprint_of(model: ModelConfig) -> str:
     """Return the fingerprint of a model's vocabulary; empty without a tokenizer."""
     try:

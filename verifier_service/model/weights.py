@@ -84,15 +84,49 @@ class StateDictSource:
 
 
 class Checkpoint:
-    """The tensors of a folder of safetensors files, read slice by slice; `bytes_read` counts."""
+    """The tensors of a folder of safetensors files, read slice by slice; `bytes_read` counts.
+
+    An index says which tensors there are, and in which files. Raises `WeightError` if a file lacks one, or, without an
+    index, if two files have the same one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.bytes_read = 0
         self._stack = ExitStack()
-        self._files = {path: self._stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)}
-        self._owner = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-        if not self._owner:
-            raise WeightError(f"{folder}: no tensors in *.safetensors")
+        index = folder / INDEX_NAME
+        with self._stack:  # files that do not fit together are closed
+            self._owner = self._indexed(index) if index.is_file() else self._found(folder)
+            if not self._owner:
+                raise WeightError(f"{folder}: no tensors in *.safetensors")
+            self._stack = self._stack.pop_all()
+
+    def _indexed(self, index: Path) -> dict[str, Any]:
+        """Open the files of an index; return its tensors' files by name."""
+        places = json.loads(index.read_text()).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+            raise WeightError(f"{index.name} has no weight_map of tensors' files")
+        files = {place: self._open(index.parent / place) for place in sorted(set(places.values()))}
+        present = {place: set(file.keys()) for place, file in files.items()}
+        for name, place in places.items():
+            if name not in present[place]:
+                raise WeightError(f"{index.name} says that {name!r} is in {place}, which lacks it")
+        return {name: files[place] for name, place in places.items()}
+
+    def _found(self, folder: Path) -> dict[str, Any]:
+        """Open all files of a folder; return their tensors' files by name."""
+        files = {path.name: self._open(path) for path in sorted(folder.glob("*.safetensors"))}
+        places: dict[str, str] = {}
+        for place, file in files.items():
+            for name in file.keys():  # noqa: SIM118
+                if name in places:
+                    raise WeightError(f"{name!r} is in {places[name]} and in {place}, and no {INDEX_NAME} says which")
+                places[name] = place
+        return {name: files[place] for name, place in places.items()}
+
+    def _open(self, path: Path) -> Any:
+        if not path.is_file():
+            raise WeightError(f"{INDEX_NAME} names {path.name}, which is not there")
+        return self._stack.enter_context(safe_open(path, framework="pt"))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -124,18 +158,6 @@ class Checkpoint:
         tensor = handle[tuple(index)] if index else self._owner[name].get_tensor(name)
         self.bytes_read += tensor.nbytes
         return tensor
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    paths = [folder / name for name in names]
-    for path in paths:
-        if not path.is_file():
-            raise WeightError(f"{INDEX_NAME} names {path.name}, which is not there")
-    return paths
 
 
 class WeightReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -21,7 +22,7 @@ from outrider.cluster.common.errors import OutriderError, Unauthenticated, mappi
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import ValidRequest
-from outrider.cluster.replies.reader import ReplyReader
+from outrider.cluster.replies.reader import ReplyPart, ReplyReader
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ PING = b": ping\n\n"  # a comment, which clients pass over
 _SEPARATORS = {separator: f"\\u{ord(separator):04x}" for separator in "\x85\u2028\u2029"}
 
 ResultT = TypeVar("ResultT")
+
+MARK = uuid.uuid4().hex  # a text that no event has by chance
 
 
 @dataclass(slots=True)
@@ -76,15 +79,21 @@ class Answer:
         usages: dict[int, Usage] = {}
         extra = self._warning_fields()
         shown: dict[int, ShownChoice] = {}
+        templates: dict[int, EventTemplate] = {}
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 if chunk.usage is not None:
                     usages[index] = chunk.usage
-                choice = shown[index] = shown.get(index) or self.shown(index)
+                choice = shown.get(index) or shown.setdefault(index, self.shown(index))
                 choice.take(chunk)
-                if choice.shows(chunk):
+                if not choice.shows(chunk):
+                    continue
+                if extra or not choice.brings_text_alone(chunk):
                     yield event_of({**self._chunk_object(choice, chunk), **extra})
                     extra = {}
+                    continue
+                template = templates.get(index) or templates.setdefault(index, self._template(choice))
+                yield template.event(choice.said.content)
         if self.include_usage:
             usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
@@ -97,7 +106,7 @@ class Answer:
     async def whole(self) -> dict[int, GatewayChunk]:
         """Generate to the end; return each choice as one chunk, by its index in the answer."""
         parts: dict[int, list[GatewayChunk]] = {}
-        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.chunks(whole=True)) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 parts.setdefault(index, []).append(chunk)
         return {index: joined(parts[index]) for index in sorted(parts)}
@@ -110,9 +119,15 @@ class Answer:
                 parts[index] = joined([parts[index], chunk]) if index in parts else chunk
                 yield index, chunk, parts[index]
 
-    async def chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
+    async def chunks(self, *, whole: bool = False) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
-        async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
+        streams = [self.gateway.generate(request, whole=whole) for request in self.requests]
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as own:  # type: ignore[type-var]
+                async for chunk in own:
+                    yield chunk.index, chunk
+            return
+        async with _merged(streams) as chunks:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
 
@@ -148,6 +163,12 @@ class Answer:
             answer["metrics"] = metrics_object([chunk.speculation])
         return answer
 
+    def _template(self, shown: ShownChoice) -> EventTemplate:
+        """Return the events of a begun choice's chunks that bring text alone."""
+        marked = dataclasses.replace(shown, said=ReplyPart(content=MARK))
+        chunk = GatewayChunk(request_id=self.id, index=shown.index, texts=(MARK,))
+        return EventTemplate(event_of(self._chunk_object(marked, chunk)))
+
     def _usage(self, usages: dict[int, Usage], shown: Iterable[ShownChoice]) -> dict[str, Any]:
         num_choices = self.requests[0].n
         read = [choice.num_reasoning_tokens for choice in shown if choice.reader is not None]
@@ -164,17 +185,30 @@ def _kv_fields(chunks: Iterable[GatewayChunk]) -> dict[str, Any]:
     return {"kv_transfer_params": kept[0]} if kept else {}
 
 
-def event_of(message: dict[str, Any], name: str | None = None) -> bytes:
-    """Return a message as a server-sent event, which may have a name.
+class EventTemplate:
+    """Events that differ in one text."""
 
-    Unicode's line separators are escaped: many clients split lines there, too.
-    """
+    def __init__(self, marked: bytes) -> None:
+        """`marked` is such an event, whose text is `MARK`."""
+        self._before, self._after = marked.split(_json(MARK).encode())
+
+    def event(self, text: str) -> bytes:
+        return b"".join((self._before, _json(text).encode(), self._after))
+
+
+def event_of(message: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a message as a server-sent event, which may have a name."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {_json(message)}\n\n".encode()
+
+
+def _json(message: object) -> str:
+    """Return JSON in one line: Unicode's line separators are escaped, since many clients split lines there, too."""
     data = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
     if not data.isascii():
         for separator, escaped in _SEPARATORS.items():
             data = data.replace(separator, escaped)
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data}\n\n".encode()
+    return data
 
 
 def error_response(error: OutriderError, path: str = "") -> JSONResponse:

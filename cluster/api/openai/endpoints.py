@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider import __version__
 from outrider.cluster.api.anthropic import errors as anthropic_errors
@@ -87,10 +88,27 @@ def build_api(
 def prepare(app: FastAPI, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
     """Have an application read bodies by `read_json`, and answer errors in OpenAI's form."""
     app.state.body_timeout_s = body_timeout_s
+    app.add_middleware(HeadMiddleware)
     app.add_exception_handler(OutriderError, _on_outrider_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
+
+
+class HeadMiddleware:
+    """Answer HEAD as GET, without the body: so load balancers and uptime checks ask."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            await self._app({**scope, "method": "GET"}, receive, send_head)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:

@@ -94,8 +94,7 @@ class ShownChoice:
         if self.reader is None:
             self.said = ReplyPart(content=chunk.text)
         else:
-            texts = (token.text for token in chunk.tokens)
-            self.said = self.reader.read(texts, is_last=chunk.finish_reason is not None)
+            self.said = self.reader.read(chunk.texts, is_last=chunk.finish_reason is not None)
         self.num_reasoning_tokens += self.said.num_reasoning_tokens
         if self.follow is not None:
             self._take_content(self.follow, chunk)
@@ -121,7 +120,13 @@ class ShownChoice:
     def shows(self, chunk: GatewayChunk) -> bool:
         """Return whether the last chunk has something to stream."""
         wants_tokens = self.return_token_ids or self.request.sampling.logprobs is not None
-        return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.tokens and wants_tokens))
+        return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.token_ids and wants_tokens))
+
+    def brings_text_alone(self, chunk: GatewayChunk) -> bool:
+        """Return whether the last chunk's object differs from the one before in its text alone."""
+        said, wants_tokens = self.said, self.return_token_ids or self.request.sampling.logprobs is not None
+        has_more = chunk.finish_reason is not None or chunk.prompt_logprobs is not None or wants_tokens
+        return self.is_begun and not has_more and not (said.reasoning or said.calls)
 
     def token_fields(self, chunk: GatewayChunk, *, streamed: bool) -> dict[str, Any]:
         if not self.return_token_ids:

@@ -72,21 +72,21 @@ class NativeAnswer:
             "id": chunk.request_id,
             "finish_reason": _finish_reason(chunk, prompt.max_new_tokens),
             "prompt_tokens": len(request.prompt_token_ids),
-            "completion_tokens": len(chunk.tokens),
+            "completion_tokens": len(chunk.token_ids),
             "cached_tokens": 0 if chunk.usage is None else chunk.usage.num_cached_tokens,
             "weight_version": spans[-1].version,
             "weight_versions": [asdict(span) for span in spans],
             "num_retractions": 0,
             "e2e_latency": time.monotonic() - self.began_s,
             **(self._logprobs(request, prompt, chunk) if prompt.has_logprobs else {}),
-            **_speculation(chunk.speculation, len(chunk.tokens)),
+            **_speculation(chunk.speculation, len(chunk.token_ids)),
         }
 
     def _logprobs(self, request: ValidRequest, prompt: NativePrompt, chunk: GatewayChunk) -> dict[str, Any]:
         """Return the tokens' log probabilities as SGLang's tuples [log probability, id, text]."""
         start, entries = prompt.logprob_start, chunk.prompt_logprobs or ()
         shown = () if start < 0 else list(zip(request.prompt_token_ids, entries, strict=False))[start:]
-        output = [token.logprobs for token in chunk.tokens]
+        tokens = chunk.tokens
         fields: dict[str, Any] = {
             # the first has none: it depends on tokens that were not asked for
             "input_token_logprobs": [
@@ -94,16 +94,16 @@ class NativeAnswer:
                 for place, (id_, entry) in enumerate(shown)
             ],
             "output_token_logprobs": [
-                [None if entry is None else finite(entry.logprob), token.id, self._text(token.id)]
-                for token, entry in zip(chunk.tokens, output, strict=True)
+                [None if token.logprobs is None else finite(token.logprobs.logprob), token.id, self._text(token.id)]
+                for token in tokens
             ],
-            "output_token_logprobs_length": len(chunk.tokens),
+            "output_token_logprobs_length": len(chunk.token_ids),
         }
         if prompt.num_top:
             fields["input_top_logprobs"] = [
                 None if place == 0 else self._tops(entry, prompt.num_top) for place, (_, entry) in enumerate(shown)
             ]
-            fields["output_top_logprobs"] = [self._tops(entry, prompt.num_top) for entry in output]
+            fields["output_top_logprobs"] = [self._tops(token.logprobs, prompt.num_top) for token in tokens]
         return fields
 
     def _tops(self, entry: TokenLogprobs | None, num_top: int) -> list[list[Any]] | None:
@@ -121,7 +121,7 @@ def _finish_reason(chunk: GatewayChunk, max_new_tokens: int) -> dict[str, Any] |
         case None:
             return None
         case FinishReason.STOP:
-            last = chunk.token_ids[-1] if chunk.tokens else None
+            last = chunk.token_ids[-1] if chunk.token_ids else None
             return {"type": "stop", "matched": last if chunk.stop_string is None else chunk.stop_string}
         case FinishReason.LENGTH:
             return {"type": "length", "length": max_new_tokens}

@@ -113,7 +113,7 @@ class TokenAnswer:
 
     def _choice(self, chunk: GatewayChunk) -> dict[str, Any]:
         num_top = self._request.sampling.logprobs
-        entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
+        entries = chunk.logprobs
         content = None if num_top is None else {"content": [_token(entry, num_top) for entry in entries]}
         return {
             "index": chunk.index,
@@ -127,7 +127,7 @@ class TokenAnswer:
 
     def _stop_reason(self, chunk: GatewayChunk) -> int | str | None:
         """Return the stop string or token; None: the end-of-sequence token, or no stop."""
-        if chunk.stop_string is not None or chunk.finish_reason is not FinishReason.STOP or not chunk.tokens:
+        if chunk.stop_string is not None or chunk.finish_reason is not FinishReason.STOP or not chunk.token_ids:
             return chunk.stop_string
         last = chunk.token_ids[-1]
         return last if last in self._request.sampling.stop_token_ids else None

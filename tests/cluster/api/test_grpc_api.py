@@ -249,10 +249,10 @@ async def test_what_is_shown_of_the_text(tokenizer, sampling, text):
 class TwoPolicies:
     """A backend whose weights change after the first step."""
 
-    async def generate(self, request):
-        yield RequestOutput(request_id=request.request_id, token_ids=(5, 6), weight_version="1")
+    async def generate(self, request, hear):
+        hear(RequestOutput(request_id=request.request_id, token_ids=(5, 6), weight_version="1"))
         last = {"finish_reason": FinishReason.LENGTH, "weight_version": "2"}
-        yield RequestOutput(request_id=request.request_id, token_ids=(7, 8, 9), **last)
+        hear(RequestOutput(request_id=request.request_id, token_ids=(7, 8, 9), **last))
 
 
 async def test_an_answer_says_which_weights_drew_which_tokens(tokenizer):

@@ -16,7 +16,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cluster.api.http_connection import MAX_HEADER_BYTES, BoundedProtocol
-from outrider.cluster.api.http_server import HttpServer
+from outrider.cluster.api.http_server import KEEP_ALIVE_TIMEOUT_S, HttpServer
 from outrider.cluster.common.security import TlsConfig
 from services.certificates import Certificates
 
@@ -74,8 +74,10 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, tls: TlsConfig | None, **limits: Any) -> AsyncIterator[tuple[HttpServer, str]]:
-    server = HttpServer(app, "127.0.0.1", 0, tls, **limits)
+async def serving(
+    app: ASGIApp, tls: TlsConfig | None, host: str = "127.0.0.1", **limits: Any
+) -> AsyncIterator[tuple[HttpServer, str]]:
+    server = HttpServer(app, host, 0, tls, **limits)
     task = asyncio.create_task(server.run())
     try:
         yield server, f"{'http' if tls is None else 'https'}://127.0.0.1:{server.port}"
@@ -97,7 +99,8 @@ class Hasty(BoundedProtocol):
     "said", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "an empty line", "half of the headers"]
 )
 async def test_a_connection_whose_headers_do_not_come_gives_up_its_place(door: Door, before: bytes, said: bytes):
-    async with serving(hello, door.tls, max_connections=2, protocol=Hasty) as (server, url):
+    limits = {"max_connections": 2, "keep_alive_timeout_s": 1.0, "protocol": Hasty}
+    async with serving(hello, door.tls, **limits) as (server, url):
         reader, writer = await door.connect(server.port)
         if before:
             writer.write(before)
@@ -109,6 +112,35 @@ async def test_a_connection_whose_headers_do_not_come_gives_up_its_place(door: D
                 await reader.read()
         assert (await door.get(url)).status_code == 200
         writer.close()
+
+
+async def test_an_idle_connection_outlasts_those_of_load_balancers(door: Door):
+    """It is not closed by the headers' time-out either, which is shorter and begins with a request's first byte."""
+    assert KEEP_ALIVE_TIMEOUT_S > 60.0
+    for keep_alive_timeout_s, wait_s, is_kept in ((KEEP_ALIVE_TIMEOUT_S, 0.6, True), (1.0, 5.0, False)):
+        limits = {"keep_alive_timeout_s": keep_alive_timeout_s, "protocol": Hasty}
+        async with serving(hello, door.tls, **limits) as (server, _):
+            reader, writer = await door.connect(server.port)
+            for _ in range(2):
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert await reader.readuntil(b"http")
+                await reader.readuntil(b"0\r\n\r\n")
+            closing = asyncio.create_task(reader.read())
+            await asyncio.wait([closing], timeout=wait_s)
+            assert closing.done() is not is_kept
+            writer.close()
+            closing.cancel()
+
+
+async def test_the_address_of_all_is_for_both_families(door: Door):
+    async with serving(hello, door.tls, host="::") as (server, _):
+        for address in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(
+                address, server.port, ssl=door.context, server_hostname=door.context and "127.0.0.1"
+            )
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await reader.readuntil(b"http")
+            writer.close()
 
 
 async def test_a_request_may_take_longer_than_its_headers(door: Door):

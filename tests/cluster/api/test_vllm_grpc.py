@@ -101,12 +101,11 @@ async def test_a_stream_is_deltas_and_then_the_whole_choice(tokenizer):
 class LateFirstChoice(FakeBackend):
     """Play the first choice only once the second has ended."""
 
-    async def generate(self, request):
+    async def generate(self, request, hear):
         if request.sampling.choice_index == 0:
             await self.until_waiting(1)
         try:
-            async for output in FakeBackend.generate(self, request):
-                yield output
+            await FakeBackend.generate(self, request, hear)
         finally:
             self.num_waiting += 1
             self.waiting.set()

@@ -233,6 +233,19 @@ def test_the_mode_of_log_probabilities_is_one_of_vllms_words():
         ServiceConfig(logprobs_mode="processed_logits")
 
 
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, True),
+        ({"generation_config": "vllm"}, False),
+        ({"rollouts": True}, False),
+        ({"rollouts": True, "generation_config": "auto"}, True),
+    ],
+)
+def test_a_models_sampling_is_read_unless_a_trainer_samples(options, reads):
+    assert ServiceConfig(**options).reads_generation_config is reads
+
+
 def test_who_never_speculates_has_no_drafters():
     config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
     assert [*config.pools] == ["lookup"]

@@ -20,6 +20,7 @@ from fakes.played_fleet import (
     Fleet,
     ScriptedVerifier,
     fleet_of,
+    outputs_of,
     snapshot_of,
     tokens_of,
     until,
@@ -168,7 +169,7 @@ async def test_a_server_that_stops_is_a_loss_and_its_other_streams_go_on_too():
     async with fleet_of(ScriptedVerifier([(5,)], end=HANGS)) as fleet:
         server_stops = fleet.stops[0]
         await fleet.add(ScriptedVerifier([(6,)]))
-        streams = [fleet.backend.generate(REQUEST) for _ in range(3)]
+        streams = [outputs_of(fleet.backend, REQUEST) for _ in range(3)]
         assert [tokens_of([await anext(stream)]) for stream in streams] == [(5,)] * 3
         await server_stops()
         assert [tokens_of([output async for output in stream]) for stream in streams] == [(6,)] * 3
@@ -188,7 +189,7 @@ async def test_a_peer_that_falls_silent_is_noticed_within_seconds_and_its_call_i
         proxy = TcpProxy(fleet.router.endpoints["v0"])
         try:
             fleet.router.endpoints["v0"] = proxy.address
-            stream = fleet.backend.generate(REQUEST)
+            stream = outputs_of(fleet.backend, REQUEST)
             await anext(stream)
             proxy.lose_packets()
             began_s = time.monotonic()
@@ -213,7 +214,7 @@ async def test_a_verifier_that_never_says_it_has_the_request_is_passed_over(monk
 
 async def test_a_request_that_has_begun_waits_longer_for_a_verifier_than_a_new_one():
     async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE)) as fleet:
-        stream = fleet.backend.generate(REQUEST)
+        stream = outputs_of(fleet.backend, REQUEST)
         await anext(stream)
         fleet.router.endpoints.clear()
         rest = asyncio.ensure_future(anext(stream))
@@ -227,7 +228,7 @@ async def test_a_request_that_has_begun_waits_longer_for_a_verifier_than_a_new_o
 
 async def test_the_same_verifier_takes_it_again_after_its_restart():
     async with fleet_of(ScriptedVerifier([(5,)], end=HANGS)) as fleet:
-        stream = fleet.backend.generate(REQUEST)
+        stream = outputs_of(fleet.backend, REQUEST)
         await anext(stream)
         await fleet.stops.pop()()
         rest = asyncio.ensure_future(anext(stream))
@@ -238,7 +239,7 @@ async def test_the_same_verifier_takes_it_again_after_its_restart():
 
 async def test_the_wait_ends_at_the_time_out_and_the_router_is_left_alone_while_it_knows_none():
     async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE), failover_timeout_s=1.0) as fleet:
-        stream = fleet.backend.generate(REQUEST)
+        stream = outputs_of(fleet.backend, REQUEST)
         await anext(stream)
         fleet.router.endpoints.clear()
         fleet.client.snapshot = snapshot_of()
@@ -321,7 +322,7 @@ async def test_a_request_in_the_company_of_a_deadly_one_outlives_it():
 
 async def test_attempts_that_reach_no_engine_do_not_count_as_deaths():
     async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE)) as fleet:
-        stream = fleet.backend.generate(REQUEST)
+        stream = outputs_of(fleet.backend, REQUEST)
         await anext(stream)
         await fleet.stops.pop()()
         rest = asyncio.ensure_future(anext(stream))
@@ -334,7 +335,7 @@ async def test_attempts_that_reach_no_engine_do_not_count_as_deaths():
 async def test_a_verifier_without_an_engine_is_one_that_did_not_take_the_request():
     dead = EngineVerifier(dies_after=1)
     async with fleet_of(dead) as fleet:
-        stream = fleet.backend.generate(make_request(max_tokens=4))
+        stream = outputs_of(fleet.backend, make_request(max_tokens=4))
         await anext(stream)
         rest = asyncio.ensure_future(anext(stream))
         await until(lambda: len(fleet.router.asks) > 3 * MAX_ATTEMPTS)

@@ -45,6 +45,21 @@ async def test_tokens_become_text_and_the_last_chunk_says_how_it_ended(tokenizer
     assert backend.cancelled == []
 
 
+@pytest.mark.parametrize(("interval", "sizes"), [(1, [1, 1, 1, 2, 1]), (3, [1, 4, 1]), (9, [1, 5])])
+async def test_an_event_has_as_many_tokens_as_the_interval_but_the_first_and_the_last(tokenizer, interval, sizes):
+    backend = FakeBackend(lambda _: [[10], [11], [12], [13, 14], [15]])
+    chunks = await collect(build_gateway(backend, tokenizer, stream_interval=interval), prompt="the")
+    assert [len(chunk.token_ids) for chunk in chunks] == sizes
+    assert [id_ for chunk in chunks for id_ in chunk.token_ids] == [10, 11, 12, 13, 14, 15]
+
+
+async def test_who_streams_nothing_gets_a_choice_at_its_end(tokenizer):
+    gateway = build_gateway(FakeBackend(lambda _: [[10], [11], [12], [13], [14]]), tokenizer)
+    request = await gateway.parse(RequestInput(prompt="the"))
+    chunks = [chunk async for chunk in gateway.generate(request, whole=True)]
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 4]
+
+
 async def test_choices_have_their_own_ids_and_noise(tokenizer):
     backend = FakeBackend(lambda request: says(tokenizer, f"choice {request.sampling.choice_index}"))
     gateway = build_gateway(backend, tokenizer)
@@ -223,6 +238,20 @@ async def test_defaults_and_aliases(tokenizer):
     assert (await sampling(num_speculative_tokens=1 << 70)).num_speculative_tokens == 64
     assert (await sampling(num_speculative_tokens=3, disable_spec_decode=True)).num_speculative_tokens == 0
     assert (await gateway.parse(RequestInput(prompt=[5], stop="x"))).stop == ("x",)
+
+
+async def test_what_a_request_leaves_open_is_the_models(tokenizer):
+    defaults = {"temperature": 0.25, "top_k": 1 << 20, "top_p": 0.5, "repetition_penalty": 1.5, "max_tokens": 7}
+    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, sampling_defaults=defaults)
+
+    async def sampling(**fields):
+        return (await gateway.parse(RequestInput(**{"prompt": [5], **fields}))).sampling
+
+    own = SamplingParams(temperature=0.25, top_p=0.5, repetition_penalty=1.5, max_tokens=7)  # top_k: all there are
+    assert await sampling() == await sampling(max_tokens=9) == await sampling(default_max_tokens=None) == own
+    assert (await sampling(max_tokens=3)).max_tokens == 3
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    assert await sampling(**given) == SamplingParams(max_tokens=7)
 
 
 async def test_what_is_asked_for_reaches_the_engine(tokenizer):

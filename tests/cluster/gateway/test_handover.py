@@ -17,9 +17,9 @@ import pytest
 from fakes.played_fleet import PLAN, REQUEST, Fleet, PlayedVerifier, fleet_of, snapshot_of, tokens_of, until
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway import handover
-from outrider.cluster.gateway.handover import NotTaken
 from outrider.cluster.gateway.kv_transfer import KeptOutput, prompt_digest
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
+from outrider.cluster.gateway.verifier_streams import NotTaken
 from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAnswer, RouteAsk
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import (

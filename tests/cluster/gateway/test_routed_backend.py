@@ -13,7 +13,18 @@ import grpc
 import pytest
 from ray.exceptions import RayActorError
 
-from fakes.played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
+from fakes.played_fleet import (
+    HANGS,
+    PLAN,
+    REQUEST,
+    Router,
+    ScriptedVerifier,
+    fleet_of,
+    outputs_of,
+    snapshot_of,
+    tokens_of,
+    until,
+)
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
@@ -118,7 +129,7 @@ async def backend_over(verifier: ScriptedVerifier) -> AsyncIterator[tuple[Routed
 
 async def generate(backend: RoutedBackend, request: GenerationRequest = REQUEST) -> list[RequestOutput]:
     async with asyncio.timeout(20):
-        return [output async for output in backend.generate(request)]
+        return [output async for output in outputs_of(backend, request)]
 
 
 async def test_outputs_carry_the_callers_own_id_and_nothing_else_changes():
@@ -154,7 +165,7 @@ async def test_two_clients_may_choose_the_same_id():
 
 async def test_a_refusal_becomes_an_error_after_the_outputs_before_it():
     async with backend_over(ScriptedVerifier([(1,), (2,)], end=grpc.StatusCode.INVALID_ARGUMENT)) as (backend, _):
-        stream = backend.generate(REQUEST)
+        stream = outputs_of(backend, REQUEST)
         assert [(await anext(stream)).token_ids for _ in range(2)] == [(1,), (2,)]
         with pytest.raises(InvalidRequest, match="said so"):
             await anext(stream)
@@ -179,7 +190,7 @@ async def test_without_any_verifier_no_call_is_made():
 async def test_leaving_early_cancels_at_the_verifier():
     verifier = ScriptedVerifier([(1,)], end=HANGS)
     async with backend_over(verifier) as (backend, _):
-        stream = backend.generate(REQUEST)
+        stream = outputs_of(backend, REQUEST)
         assert (await anext(stream)).token_ids == (1,)
         assert verifier.cancelled == []
         await stream.aclose()
@@ -206,19 +217,13 @@ async def test_one_channel_serves_all_requests_to_a_verifier():
         assert len(backend._streams._links) == 1
 
 
-async def test_the_channels_of_verifiers_that_have_left_are_closed():
+async def test_the_channel_of_a_verifier_that_has_stopped_is_closed():
     async with fleet_of(ScriptedVerifier([(1,)]), ScriptedVerifier([(1,)])) as fleet:
-        first, second = fleet.router.endpoints.values()
         await fleet.generate()
-        channel = fleet.backend._streams._links[first]._channel
-        fleet.router.answer = assigned(second)
-        await fleet.generate()
-        assert list(fleet.backend._streams._links) == [first, second], "nobody knows that the first has left"
-        (state,) = snapshot_of("v1").verifiers
-        state = dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=second))
-        fleet.client.snapshot = dataclasses.replace(snapshot_of(), verifiers=(state,))
-        await fleet.generate()
-        assert list(fleet.backend._streams._links) == [second]
+        streams, endpoint = fleet.backend._streams, fleet.router.endpoints["v0"]
+        channel = streams._links[endpoint]._channel
+        await fleet.stops[0]()
+        await until(lambda: not streams._links and not streams._reading)
         assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
@@ -329,10 +334,10 @@ async def test_the_choices_of_a_group_run_on_one_verifier_whatever_the_router_sa
         endpoints = iter([*fleet.router.endpoints.values()] * 4)
         fleet.router.route._answer = lambda ask: RouteAnswer(assigned(next(endpoints)))
         grouped = [dataclasses.replace(REQUEST, request_id=f"r-{index}", group_id="r") for index in range(4)]
-        streams = [fleet.backend.generate(request) for request in grouped]
+        streams = [outputs_of(fleet.backend, request) for request in grouped]
         await asyncio.gather(*(anext(stream) for stream in streams))
         assert [len(verifier.requests) for verifier in verifiers] == [4, 0]
-        other = fleet.backend.generate(REQUEST)
+        other = outputs_of(fleet.backend, REQUEST)
         await anext(other)
         assert [len(verifier.requests) for verifier in verifiers] == [4, 1]
         for stream in (*streams, other):
@@ -389,7 +394,7 @@ async def test_requests_that_have_a_token_do_not_count_as_waiting():
     verifier = ScriptedVerifier([(1,)], end=HANGS)
     async with fleet_of(verifier, max_queued_requests=2) as fleet:
         fleet.client.snapshot = snapshot_of("v0")
-        streams = [fleet.backend.generate(REQUEST) for _ in range(5)]
+        streams = [outputs_of(fleet.backend, REQUEST) for _ in range(5)]
         for stream in streams:
             await anext(stream)
         for stream in streams:

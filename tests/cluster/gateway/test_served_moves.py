@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fakes.played_fleet import PLAN, Fleet, tokens_of, until
+from fakes.played_fleet import PLAN, Fleet, outputs_of, tokens_of, until
 from outrider.cluster.gateway.kv_transfer import KeptOutput
 from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAnswer, RouteAsk
 from outrider.verifier_service.messages.handover import HandOver
@@ -65,7 +65,7 @@ def requests() -> list[GenerationRequest]:
 
 
 async def generate(fleet: Fleet, request: GenerationRequest) -> tuple[int, ...]:
-    return tokens_of([output async for output in fleet.backend.generate(request)])
+    return tokens_of([output async for output in outputs_of(fleet.backend, request)])
 
 
 async def alone(fleet: Fleet) -> list[tuple[int, ...]]:
@@ -85,7 +85,7 @@ async def test_prompts_are_computed_at_one_and_decoded_at_the_other(benches):
 async def test_what_runs_leaves_a_verifier_that_drains(benches):
     async with fleet_over(benches, has_roles=False) as (fleet, first, _):
         expected = await alone(fleet)
-        streams = [fleet.backend.generate(each) for each in requests()]
+        streams = [outputs_of(fleet.backend, each) for each in requests()]
         begun = [tokens_of([await anext(stream)]) for stream in streams]
         first._shell.send(HandOver())
         rest = await asyncio.gather(*(collected(stream) for stream in streams))
@@ -98,7 +98,7 @@ async def test_what_runs_leaves_a_verifier_that_drains(benches):
 async def test_one_at_a_time_leaves_a_verifier_that_is_full(benches):
     async with fleet_over(benches, has_roles=False) as (fleet, first, _):
         expected = await alone(fleet)
-        streams = [fleet.backend.generate(each) for each in requests()]
+        streams = [outputs_of(fleet.backend, each) for each in requests()]
         begun = [tokens_of([await anext(stream)]) for stream in streams]
         first._shell.send(HandOver(max_held=1))
         rest = await asyncio.gather(*(collected(stream) for stream in streams))
@@ -116,7 +116,7 @@ async def test_a_second_request_takes_the_prompt_and_draws_every_token_itself(be
         for request, tokens in zip(requests(), expected, strict=True):
             sampling = dataclasses.replace(request.sampling, max_tokens=1)
             offered = dataclasses.replace(request, hands_over=True, sampling=sampling)
-            (output,) = [output async for output in fleet.backend.generate(offered)]
+            (output,) = [output async for output in outputs_of(fleet.backend, offered)]
             assert isinstance(output, KeptOutput)
             assert output.token_ids == tokens[:1]
             source = dataclasses.replace(output.kept, draws_anew=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import pytest
@@ -45,19 +45,21 @@ class TimedBackend:
         self.requests: list[GenerationRequest] = []
         self._failure = failure
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         self.requests.append(request)
         if self._failure is not None:
             raise self._failure
         first, second = STEPS if request.trace_parent is not None else (None, None)
-        yield RequestOutput(request_id=request.request_id, token_ids=(8,), timing=first)
-        yield RequestOutput(
-            request_id=request.request_id,
-            token_ids=(8, 9, 10),
-            num_draft_tokens=3,
-            num_accepted_tokens=2,
-            finish_reason=FinishReason.LENGTH,
-            timing=second,
+        hear(RequestOutput(request_id=request.request_id, token_ids=(8,), timing=first))
+        hear(
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=(8, 9, 10),
+                num_draft_tokens=3,
+                num_accepted_tokens=2,
+                finish_reason=FinishReason.LENGTH,
+                timing=second,
+            )
         )
 
 

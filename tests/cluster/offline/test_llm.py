@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,29 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 # --- tokens ---
+
+
+def test_without_parameters_sampling_is_the_models(target: Target, tmp_path: Path):
+    shutil.copytree(target[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 1, "max_new_tokens": 5}))
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    for mode in ("auto", "vllm"):
+        with LLM(tmp_path, generation_config=mode, num_speculative_tokens=0, seed=3, **SIZES) as opened:
+            own, expected = opened.generate(TEXTS), opened.generate(TEXTS, greedy)
+        assert (token_ids(own) == token_ids(expected)) is (mode == "auto")
+
+
+def test_a_draft_model_of_shorter_context_drafts_within_it(target: Target, llm: LLM, tmp_path: Path):
+    shutil.copytree(target[0], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
+    prompts = [{"prompt_token_ids": [7 + index % 5 for index in range(length)]} for length in (4, 30, 60)]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with LLM(target[0], draft_model=tmp_path, speculation="always", **SIZES) as drafted:
+        within, across, beyond = outputs = drafted.generate(prompts, params)
+    assert token_ids(outputs) == token_ids(llm.generate(prompts, params))
+    assert within.metrics.num_accepted_tokens > across.metrics.num_accepted_tokens > 0
+    assert beyond.metrics.num_accepted_tokens == 0
 
 
 def test_greedy_tokens_are_those_of_transformers(llm: LLM, expected: list[list[int]], tokenizer):

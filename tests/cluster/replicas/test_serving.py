@@ -214,6 +214,21 @@ def test_our_own_ray_joins_nobody_and_lies_where_nobody_looks_for_one():
     assert Path(options["_temp_dir"]) != Path("/tmp/ray")  # where programs look for a cluster of this machine
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "node"),
+    [
+        ("127.0.0.1", "127.0.0.1:8000", "127.0.0.1"),
+        ("0.0.0.0", "0.0.0.0:8000", None),
+        ("::", "[::]:8000", None),
+        ("::1", "[::1]:8000", "127.0.0.1"),
+    ],
+)
+def test_hosts_of_both_families_have_addresses_and_a_ray(host: str, address: str, node: str | None):
+    config = ServiceConfig(host=host)
+    assert config.address(config.port) == address
+    assert own_ray_options(config)["_node_ip_address"] == node
+
+
 def test_a_ray_that_runs_in_this_process_is_neither_used_nor_stopped():
     ray = FakeRay(num_failures=0, is_running=True)
     with pytest.raises(DeployError, match="already"):

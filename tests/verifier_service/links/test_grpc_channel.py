@@ -42,7 +42,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @contextlib.asynccontextmanager
-async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
+async def verifier(tls: TlsConfig | None) -> AsyncIterator[str]:
     """A verifier that answers every request with token 7."""
     table: RequestTable
 
@@ -55,7 +55,7 @@ async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
     table = RequestTable(engine)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(table, ControlTable(engine)), server)
-    port = bind(server, "127.0.0.1:0", tls.server_credentials())
+    port = bind(server, "127.0.0.1:0", tls and tls.server_credentials())
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -93,6 +93,19 @@ async def test_one_certificate_serves_on_any_address_under_its_name(certificates
         for server_name in (None, "another.name"):
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await tokens(address, shared, server_name)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+@pytest.mark.parametrize("is_encrypted", [True, False])
+async def test_links_pass_by_the_environments_proxy(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, variable: str, is_encrypted: bool
+):
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens
+    tls = certificates.link() if is_encrypted else None
+    async with verifier(tls) as address:
+        assert await tokens(address, tls) == (7,)
 
 
 # --- verifier to drafter ---

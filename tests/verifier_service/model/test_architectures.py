@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.model.architectures import (
@@ -17,11 +20,14 @@ from outrider.verifier_service.model.architectures import (
     expert_shape,
     load_model_description,
     read_description,
+    read_eos_token_ids,
+    read_sampling_defaults,
     require_supported,
     resolve_description,
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.settled import limit_to_pool, own_limit, resolve_max_model_len
 from tiny.models import COMMON, TINY_ARCHITECTURES
 
 
@@ -156,6 +162,111 @@ def test_who_reads_no_tensor_downloads_none(tmp_path, monkeypatch):
     (name, small), (_, whole) = asked
     assert (name, small["revision"]) == ("maker/model", "main")
     assert {*whole["allow_patterns"]} - {*small["allow_patterns"]} == {"*.safetensors"}
+    assert {"*.jinja", "*.tiktoken", "tokenizer*"} <= {*small["allow_patterns"]}
+    for resolve in (resolve_description, resolve_folder):
+        assert "*.py" not in asked[-1][1]["allow_patterns"]
+        resolve(dataclasses.replace(config, trust_remote_code=True))
+        assert "*.py" in asked.pop()[1]["allow_patterns"]
+
+
+END_FILES = {
+    "generation": ("generation_config.json", {"eos_token_id": [4, 5]}),
+    "tokenizer": ("tokenizer_config.json", {"eos_token": "<six>"}),
+    "config": ("config.json", {"eos_token_id": 7}),
+    "text part": ("config.json", {"text_config": {"eos_token_id": [8]}}),
+    "beyond": ("generation_config.json", {"eos_token_id": [4, 400]}),
+    "no token": ("tokenizer_config.json", {"eos_token": None}),
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "ids"),
+    [
+        ((), (2,)),  # the architecture's own
+        (("config",), (7,)),
+        (("generation",), (4, 5)),
+        (("tokenizer",), (6,)),
+        (("generation", "tokenizer", "config"), (4, 5, 6, 7)),
+        (("text part", "tokenizer"), (6, 8)),
+        (("beyond", "no token", "config"), (4, 7)),
+    ],
+)
+def test_a_text_ends_at_every_token_that_any_file_names(tmp_path, named, ids):
+    files = {"config.json": {"model_type": "llama", "vocab_size": 256}}
+    for file, content in (END_FILES[name] for name in named):
+        files[file] = {**files.get(file, {}), **content}
+    if any(file == "tokenizer_config.json" for file in files):
+        words = {f"w{id_}": id_ for id_ in range(6)} | {"<six>": 6}
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0"))).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        files["tokenizer_config.json"] = {**written, **files["tokenizer_config.json"]}
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    config = ModelConfig(path=str(tmp_path))
+    assert read_eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=256), config) == ids
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (None, {}),
+        ({"eos_token_id": 1, "do_sample": False, "temperature": None, "num_beams": 4}, {}),
+        ({"temperature": 0.6, "top_k": -1, "top_p": 0.95}, {"temperature": 0.6, "top_k": 0, "top_p": 0.95}),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 2048},
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 2048},
+        ),
+    ],
+)
+def test_sampling_is_read_as_vllm_reads_it(tmp_path, written, read):
+    if written is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    assert read_sampling_defaults(tmp_path) == read
+
+
+@pytest.mark.parametrize("written", [{"temperature": -1.0}, {"top_p": "high"}, {"max_new_tokens": 0}])
+def test_bad_sampling_in_a_file_is_named(tmp_path, written):
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"^generation_config\.json: .*generation_config: vllm"):
+        read_sampling_defaults(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, 256),
+        ({"max_position_embeddings": 64, "rope_parameters": YARN}, 256),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", **YARN}}, 256),
+        ({"max_position_embeddings": 256, "rope_parameters": YARN}, 256),  # scaled already
+        ({"max_position_embeddings": 80, "rope_parameters": YARN}, 256),
+        ({"max_position_embeddings": 512, "rope_parameters": YARN}, 512),
+        ({"rope_parameters": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 256),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}}, 256),
+    ],
+)
+def test_yarns_context_is_its_factor_times_what_was_before_it(fields, limit):
+    description = describe("llama", **fields)
+    assert own_limit(description) == limit
+    assert resolve_max_model_len(ModelConfig(path="p", max_model_len=limit), description) == limit
+    with pytest.raises(ValueError, match=f"limit of {limit}"):
+        resolve_max_model_len(ModelConfig(path="p", max_model_len=limit + 1), description)
+
+
+def test_yarn_of_one_layer_type_counts():
+    description = describe("llama", max_position_embeddings=64)
+    description.rope_parameters = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+    assert own_limit(description) == 256
+
+
+def test_a_drafters_model_may_be_shorter():
+    description = describe("llama")
+    for asked, settled in ((None, 256), (100, 100), (1000, 256)):
+        config = ModelConfig(path="p", max_model_len=asked, may_be_shorter=True)
+        assert resolve_max_model_len(config, description) == settled
+        assert limit_to_pool(config, settled, 64) == 64
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/model", "a/b/c", "my model"])

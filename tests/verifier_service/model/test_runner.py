@@ -60,9 +60,14 @@ def make_runner(folder: Path, **fields) -> ModelRunner:
     return ModelRunner(ModelConfig(path=str(folder), **fields), TensorParallelGroup.single())
 
 
-def difference(runner: ModelRunner, model: PreTrainedModel, execute: Execute = ModelRunner.execute) -> float:
-    """Relative difference between runner and library over a mixed schedule of three sequences."""
-    sequences = random_sequences(LENGTHS)
+def difference(
+    runner: ModelRunner,
+    model: PreTrainedModel,
+    execute: Execute = ModelRunner.execute,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> float:
+    """Relative difference between runner and library over a mixed schedule of sequences."""
+    sequences = random_sequences(lengths)
     expected = [full_logits(model, sequence) for sequence in sequences]
     got, wanted = [], []
     for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
@@ -207,10 +212,18 @@ def test_limits_come_from_the_checkpoint(tmp_path):
         make_runner(tmp_path, num_kv_blocks=None, kv_cache_memory_bytes=10)
 
 
-def test_generation_config_names_the_end_tokens(tmp_path):
-    make_checkpoint(tmp_path)
+def test_every_file_names_end_tokens(tmp_path):
+    make_checkpoint(tmp_path, eos_token_id=11)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert make_runner(tmp_path).eos_token_ids == (7, 9)
+    assert make_runner(tmp_path).eos_token_ids == (7, 9, 11)
+
+
+def test_a_model_with_yarn_serves_beyond_what_was_before_it(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+    model = make_checkpoint(tmp_path, max_position_embeddings=64, rope_parameters=yarn)
+    runner = make_runner(tmp_path, max_model_len=256)  # whose logits were compared with the library's
+    assert runner.max_model_len == 256
+    assert difference(runner, model, lengths=(200,)) < EXACT
 
 
 def test_wrong_logits_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,14 @@ from outrider.verifier_service.model.architectures import (
     IGNORED_TENSORS,
 )
 from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.weights import Checkpoint, Shard, StateDictSource, WeightError, load_weights
+from outrider.verifier_service.model.weights import (
+    INDEX_NAME,
+    Checkpoint,
+    Shard,
+    StateDictSource,
+    WeightError,
+    load_weights,
+)
 from tiny.models import full_logits, make_checkpoint, make_model
 
 CPU = torch.device("cpu")
@@ -161,6 +169,45 @@ def test_a_missing_file_is_named(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="30KB")
     next(iter(sorted(tmp_path.glob("*.safetensors")))).unlink()
     with pytest.raises(WeightError, match="model-00001"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_decides_which_file_has_a_tensor(tmp_path):
+    """Also against a file of the index that has it, too: what a download left behind is no weight."""
+    reference = make_checkpoint(tmp_path, max_shard_size="30KB")
+    index = json.loads((tmp_path / INDEX_NAME).read_text())["weight_map"]
+    name, own = next(iter(sorted(index.items())))
+    other = next(place for place in index.values() if place > own)
+    tensors = load_file(tmp_path / other)
+    save_file({**tensors, name: torch.zeros_like(reference.get_parameter(name))}, tmp_path / other)
+    stray = {name: torch.zeros_like(reference.get_parameter(name)), "unknown": torch.zeros(1)}
+    save_file(stray, tmp_path / "zzz.safetensors")
+    assert torch.equal(load(tmp_path, reference).get_parameter(name), reference.get_parameter(name))
+
+
+def test_without_an_index_no_two_files_may_have_one_tensor(tmp_path):
+    reference = make_checkpoint(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({"own": torch.zeros(1)}, tmp_path / "more.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert "own" in checkpoint
+    save_file({name: reference.get_parameter(name)}, tmp_path / "zzz.safetensors")
+    with pytest.raises(WeightError, match=rf"{name}' is in model.safetensors and in zzz.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": dict.fromkeys("wv", "model.safetensors")}, "'v' is in model.safetensors, which lacks"),
+        ({"weight_map": ["w"]}, "no weight_map"),
+        ({}, "no weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, index, words):
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(WeightError, match=words):
         Checkpoint(tmp_path)
 
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.openai.answer import PING, PING_INTERVAL_S, GenerationResponse, event_of
 from outrider.cluster.api.openai.endpoints import build_api
-from outrider.cluster.api.openai.format import error_object
+from outrider.cluster.api.openai.format import ShownChoice, error_object
 from outrider.cluster.client.openai_client import stream_events
 from outrider.cluster.common.errors import OutriderError, RequestFailed, Unavailable
 
@@ -45,6 +45,34 @@ async def test_events_are_one_line_each_to_any_splitter(tokenizer: Any, path: st
             choices = [choice async for event in stream_events(client, path, body) for choice in event["choices"]]
             said = "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
     assert said == SEPARATED
+
+
+SPOKEN = 'say "größer"\\ \n\u2028 {"text":""} 日本'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("extra", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
+async def test_events_from_a_template_are_those_that_were_made_one_by_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, extra: dict[str, Any]
+) -> None:
+    app = build_api(build_gateway(FakeBackend(lambda _: says(tokenizer, SPOKEN)), tokenizer), healthy)
+
+    async def events() -> list[Any]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+            answer = await client.post(path, json={**DOORS[path], **extra, "stream": True})
+        told = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+        for event in told:
+            event["id"] = event["created"] = None
+        return told
+
+    fast = await events()
+    monkeypatch.setattr(ShownChoice, "brings_text_alone", lambda self, chunk: False)
+    slow = await events()
+    assert sorted(map(json.dumps, fast)) == sorted(map(json.dumps, slow))
+    assert len(fast) > 20
+    assert [event["choices"][0]["index"] for event in fast if event["choices"]] == [
+        event["choices"][0]["index"] for event in slow if event["choices"]
+    ]
 
 
 def test_an_event_may_have_a_name_and_says_errors_in_one_line_too() -> None:

@@ -235,6 +235,16 @@ async def test_an_adapter_goes_by_its_name_as_a_model(tokenizer, backend):
     assert [request.adapter for request in backend.requests] == ["poet", None, "poet"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/tiny", "/metrics", "/version", "/"])
+async def test_head_is_answered_as_get_is_without_the_body(tokenizer, backend, path):
+    async with client_of(backend, tokenizer) as client:
+        head, whole = await client.head(path), await client.get(path)
+        assert (head.status_code, head.content, whole.status_code) == (200, b"", 200)
+        assert head.headers.get("content-type") == whole.headers.get("content-type")
+        assert (await client.head("/v1/completions")).status_code == 405
+        assert (await client.head("/nobody")).status_code == 404
+
+
 async def test_models_health_and_metrics(tokenizer, backend):
     async with client_of(backend, tokenizer) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})

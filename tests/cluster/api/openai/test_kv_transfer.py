@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -34,10 +34,11 @@ SECOND = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 4
 class KeepingBackend(FakeBackend):
     """A backend that keeps the KV of prompts for which that is asked."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         place = KVSource(endpoint="10.1.2.3:4711", request_id=f"g/1/{request.request_id}.d")
-        async for output in super().generate(request):
-            yield KeptOutput.of(output, place, "v0") if request.hands_over else output
+        await super().generate(
+            request, lambda output: hear(KeptOutput.of(output, place, "v0") if request.hands_over else output)
+        )
 
 
 @pytest.fixture
