@@ -26,50 +26,62 @@ def look(place: str) -> str:
     return words.FOUND
 
 
-def main(url: str, api: str) -> None:
-    def model(name: str = words.MODEL, **fields: Any) -> ChatOpenAI:
-        usual = {"base_url": f"{url}/v1", "api_key": "k", "max_retries": 0, "max_tokens": 256}
-        return ChatOpenAI(model=name, use_responses_api=api == "responses", **usual, **fields)
+URL, API = sys.argv[1:3]
 
-    def first() -> None:
-        answer = model().invoke(words.ASK_GREETING)
-        assert answer.text == words.GREETING, answer
-        assert answer.usage_metadata["output_tokens"] > 3, answer
 
-    def streamed() -> None:
-        pieces = [chunk.text for chunk in model().stream(words.ASK_GREETING)]
-        assert "".join(pieces) == words.GREETING, pieces
-        assert sum(map(bool, pieces)) > 3, pieces
+def model(name: str = words.MODEL, **fields: Any) -> ChatOpenAI:
+    usual = {"base_url": f"{URL}/v1", "api_key": "k", "max_retries": 0, "max_tokens": 256}
+    return ChatOpenAI(model=name, use_responses_api=API == "responses", **usual, **fields)
 
-    def called() -> list[Any]:
-        history = [HumanMessage(words.ask_tool(words.TOOL))]
-        answer = model().bind_tools([look]).invoke(history)
-        (call,) = answer.tool_calls
-        assert (call["name"], call["args"]) == (words.TOOL, words.CALLS[words.TOOL]), answer
-        return [*history, answer, ToolMessage(look.invoke(call["args"]), tool_call_id=call["id"])]
 
-    def call() -> None:
-        called()
+def first() -> None:
+    answer = model().invoke(words.ASK_GREETING)
+    assert answer.text == words.GREETING, answer
+    assert answer.usage_metadata["output_tokens"] > 3, answer
 
-    def result() -> None:
-        answer = model().bind_tools([look]).invoke(called())
-        assert answer.text == words.DONE, answer
 
-    def form() -> None:
-        answer = model().with_structured_output(Answer, method="json_schema").invoke(words.ASK_FORM)
-        assert answer == Answer(number=7), answer
+def streamed() -> None:
+    pieces = [chunk.text for chunk in model().stream(words.ASK_GREETING)]
+    assert "".join(pieces) == words.GREETING, pieces
+    assert sum(map(bool, pieces)) > 3, pieces
 
-    def reasoning() -> None:
-        answer = model(output_version="responses/v1").invoke(words.ASK_THOUGHT)
-        assert words.THOUGHT in str(answer.content), answer
-        assert answer.text == words.GREETING, answer
 
-    def error() -> None:
-        unknown = refusal(openai.NotFoundError, lambda: model(words.NOBODY).invoke("hi"))
-        assert unknown.code == "model_not_found", unknown
-        full = refusal(openai.BadRequestError, lambda: model().invoke(words.TOO_LONG))
-        assert full.code == "context_length_exceeded", full
+def called() -> list[Any]:
+    history = [HumanMessage(words.ask_tool(words.TOOL))]
+    answer = model().bind_tools([look]).invoke(history)
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"]) == (words.TOOL, words.CALLS[words.TOOL]), answer
+    return [*history, answer, ToolMessage(look.invoke(call["args"]), tool_call_id=call["id"])]
 
+
+def call() -> None:
+    called()
+
+
+def result() -> None:
+    answer = model().bind_tools([look]).invoke(called())
+    assert answer.text == words.DONE, answer
+
+
+def form() -> None:
+    answer = model().with_structured_output(Answer, method="json_schema").invoke(words.ASK_FORM)
+    assert answer == Answer(number=7), answer
+
+
+def reasoning() -> None:
+    answer = model(output_version="responses/v1").invoke(words.ASK_THOUGHT)
+    assert words.THOUGHT in str(answer.content), answer
+    assert answer.text == words.GREETING, answer
+
+
+def error() -> None:
+    unknown = refusal(openai.NotFoundError, lambda: model(words.NOBODY).invoke("hi"))
+    assert unknown.code == "model_not_found", unknown
+    full = refusal(openai.BadRequestError, lambda: model().invoke(words.TOO_LONG))
+    assert full.code == "context_length_exceeded", full
+
+
+if __name__ == "__main__":
     report(
         {
             words.FIRST: first,
@@ -77,11 +89,7 @@ def main(url: str, api: str) -> None:
             words.CALL: call,
             words.RESULT: result,
             words.FORM: form,
-            **({words.REASONING: reasoning} if api == "responses" else {}),  # of chats the client drops it
+            **({words.REASONING: reasoning} if API == "responses" else {}),  # of chats the client drops it
             words.ERROR: error,
         }
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

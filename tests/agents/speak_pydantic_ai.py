@@ -37,56 +37,66 @@ def model_of(url: str, api: str, name: str = words.MODEL) -> Any:
     return kind(name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="k"), profile=profile)
 
 
-def main(url: str, api: str) -> None:
-    model = model_of(url, api)
-    settings = {"max_tokens": 256}
+URL, API = sys.argv[1:3]
+SERVED = model_of(URL, API)
+SETTINGS = {"max_tokens": 256}
 
-    def first() -> None:
-        answer = Agent(model, instructions="Be kind.").run_sync(words.ASK_GREETING, model_settings=settings)
-        assert answer.output == words.GREETING, answer
-        assert answer.usage.output_tokens > 3, answer.usage
 
-    def streamed() -> None:
-        async def run() -> list[str]:
-            async with Agent(model).run_stream(words.ASK_GREETING, model_settings=settings) as stream:
-                return [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
+def first() -> None:
+    answer = Agent(SERVED, instructions="Be kind.").run_sync(words.ASK_GREETING, model_settings=SETTINGS)
+    assert answer.output == words.GREETING, answer
+    assert answer.usage.output_tokens > 3, answer.usage
 
-        pieces = asyncio.run(run())
-        assert "".join(pieces) == words.GREETING, pieces
-        assert len(pieces) > 3, pieces
 
-    def parts(prompt: str, **fields: Any) -> tuple[str, list[Any]]:
-        answer = Agent(model, **fields).run_sync(prompt, model_settings=settings)
-        return answer.output, [part for message in answer.all_messages() for part in message.parts]
+def streamed() -> None:
+    async def run() -> list[str]:
+        async with Agent(SERVED).run_stream(words.ASK_GREETING, model_settings=SETTINGS) as stream:
+            return [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
 
-    def call() -> None:
-        _, found = parts(words.ask_tool(words.TOOL), tools=[look])
-        (called,) = [part for part in found if isinstance(part, ToolCallPart)]
-        assert (called.tool_name, called.args_as_dict()) == (words.TOOL, words.CALLS[words.TOOL]), called
+    pieces = asyncio.run(run())
+    assert "".join(pieces) == words.GREETING, pieces
+    assert len(pieces) > 3, pieces
 
-    def result() -> None:
-        output, found = parts(words.ask_tool(words.TOOL), tools=[look])
-        (returned,) = [part for part in found if isinstance(part, ToolReturnPart)]
-        assert (returned.content, output) == (words.FOUND, words.DONE), found
 
-    def form() -> None:
-        output, _ = parts(words.ASK_FORM, output_type=NativeOutput(Answer))
-        assert output == Answer(number=7), output
+def parts(prompt: str, **fields: Any) -> tuple[str, list[Any]]:
+    answer = Agent(SERVED, **fields).run_sync(prompt, model_settings=SETTINGS)
+    return answer.output, [part for message in answer.all_messages() for part in message.parts]
 
-    def reasoning() -> None:
-        output, found = parts(words.ASK_THOUGHT)
-        (thought,) = [part for part in found if isinstance(part, ThinkingPart)]
-        shown = [thought.content, *(thought.provider_details or {}).get("raw_content", ())]  # the latter: of responses
-        assert words.THOUGHT in shown, thought
-        assert output == words.GREETING, output
 
-    def error() -> None:
-        asked = ((words.NOBODY, "hi", 404, words.NOBODY), (words.MODEL, words.TOO_LONG, 400, "maximum context length"))
-        for name, prompt, status, told in asked:
-            other = Agent(model_of(url, api, name))
-            refused = refusal(ModelHTTPError, functools.partial(other.run_sync, prompt, model_settings=settings))
-            assert (refused.status_code, told in str(refused.body)) == (status, True), refused
+def call() -> None:
+    _, found = parts(words.ask_tool(words.TOOL), tools=[look])
+    (called,) = [part for part in found if isinstance(part, ToolCallPart)]
+    assert (called.tool_name, called.args_as_dict()) == (words.TOOL, words.CALLS[words.TOOL]), called
 
+
+def result() -> None:
+    output, found = parts(words.ask_tool(words.TOOL), tools=[look])
+    (returned,) = [part for part in found if isinstance(part, ToolReturnPart)]
+    assert (returned.content, output) == (words.FOUND, words.DONE), found
+
+
+def form() -> None:
+    output, _ = parts(words.ASK_FORM, output_type=NativeOutput(Answer))
+    assert output == Answer(number=7), output
+
+
+def reasoning() -> None:
+    output, found = parts(words.ASK_THOUGHT)
+    (thought,) = [part for part in found if isinstance(part, ThinkingPart)]
+    shown = [thought.content, *(thought.provider_details or {}).get("raw_content", ())]  # the latter: of responses
+    assert words.THOUGHT in shown, thought
+    assert output == words.GREETING, output
+
+
+def error() -> None:
+    asked = ((words.NOBODY, "hi", 404, words.NOBODY), (words.MODEL, words.TOO_LONG, 400, "maximum context length"))
+    for name, prompt, status, told in asked:
+        other = Agent(model_of(URL, API, name))
+        refused = refusal(ModelHTTPError, functools.partial(other.run_sync, prompt, model_settings=SETTINGS))
+        assert (refused.status_code, told in str(refused.body)) == (status, True), refused
+
+
+if __name__ == "__main__":
     report(
         {
             words.FIRST: first,
@@ -98,7 +108,3 @@ def main(url: str, api: str) -> None:
             words.ERROR: error,
         }
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
