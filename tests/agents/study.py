@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,6 +22,7 @@ from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.gateway.played_service import played_service
 
 PLAIN_WIDTH = 160
+NUM_AT_ONCE = 2
 Client = Agent | Package
 CLIENTS: tuple[Client, ...] = (*AGENTS, *PACKAGES)
 INTRODUCTION = """\
@@ -45,19 +48,23 @@ def agents(markdown_file: Path | None) -> None:
     if not (ENVIRONMENT / ".ready").is_file():
         raise click.ClickException(f"no agents are in {ENVIRONMENT}: make agents installs them")
     config = agents_config()
-    found: list[tuple[Client, Mapping[str, str]]] = []
     with played_service(config, agents_spec(config)) as running, tempfile.TemporaryDirectory() as folder:
-        for number, client in enumerate(CLIENTS):
-            own = Path(folder) / str(number)
-            own.mkdir()
-            tried = client.tries(f"http://{running.host}:{running.port}", own)
-            found.append((client, tried))
-            for column, failure in tried.items():
-                click.echo(f"{client.package} ({client.api}), {column}: {failure or 'yes'}", err=True)
+        places = [Path(folder) / str(number) for number in range(len(CLIENTS))]
+        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+            tried = threads.map(partial(_tried, f"http://{running.host}:{running.port}"), CLIENTS, places)
+            found = list(zip(CLIENTS, tried, strict=True))
     text = page(found, version_of, datetime.date.today())
     console_of(PLAIN_WIDTH).print(text, highlight=False, markup=False)
     if markdown_file is not None:
         markdown_file.write_text(text + "\n")
+
+
+def _tried(server: str, client: Client, folder: Path) -> Mapping[str, str]:
+    folder.mkdir()
+    tried = client.tries(server, folder)
+    for column, failure in tried.items():
+        click.echo(f"{client.package} ({client.api}), {column}: {failure or 'yes'}", err=True)
+    return tried
 
 
 def page(found: Sequence[tuple[Client, Mapping[str, str]]], version: Callable[[str], str], day: datetime.date) -> str:

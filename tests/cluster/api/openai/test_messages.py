@@ -215,12 +215,12 @@ async def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
 
 
 def claude_code_body() -> dict[str, Any]:
-    """Return a body of the shape of Claude Code's first (2.1.332), as large: 12 tools, of 32 KB."""
+    """Return a body of the shape of Claude Code's first (2.1.332), with 24 tools of 60 KiB."""
     cached = {"cache_control": {"type": "ephemeral"}}
-    properties = {f"p{number}": {"type": "string", "description": "x" * 120} for number in range(5)}
+    properties = {f"p{number}": {"type": "string", "description": "x" * 240} for number in range(8)}
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": properties}
     closed = {**schema, "required": ["p0"], "additionalProperties": False}
-    tools = [{"name": f"Tool{number}", "description": "d" * 1600, "input_schema": closed} for number in range(11)]
+    tools = [{"name": f"Tool{number}", "description": "d" * 400, "input_schema": closed} for number in range(23)]
     return {
         "model": "tiny",
         "messages": [
