@@ -123,6 +123,8 @@ def _fitted_tool(tool: Tool, written: WrittenCalls) -> tuple[Tool, tuple[str, ..
     try:
         text, left_out = fitted_schema(json.dumps(tool.parameters), is_strict=tool.is_strict)
     except ValueError as error:
+        if not tool.is_strict:
+            return _with_names_alone(tool), (f"all of {tool.name}",)
         raise invalid(StructuredKind.JSON_SCHEMA, f"{tool.name}: {reason_of(error)}") from error
     fitted = dataclasses.replace(tool, parameters=json.loads(text))
     names = [name.replace(" of /", f" of {tool.name}/", 1) for name in left_out]
@@ -142,9 +144,10 @@ def _without(tool: Tool, names: Collection[str]) -> Tool:
 
 def _with_names_alone(tool: Tool) -> Tool:
     """Return a tool whose parameters may have any value."""
-    schemas = parameter_schemas(tool)
-    required = [key for key in tool.parameters.get("required", ()) if key in schemas]
-    parameters = {"type": "object", "properties": dict.fromkeys(schemas, True), "required": required}
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    names = list(properties) if isinstance(properties, dict) else []
+    needed = [name for name in required if name in names] if isinstance(required, list) else []
+    parameters = {"type": "object", "properties": dict.fromkeys(names, True), "required": needed}
     return dataclasses.replace(tool, parameters=parameters)
 
 

@@ -89,9 +89,9 @@ class ReplySyntax:
         """The marks before and after reasoning."""
         if self.response_template is not None:
             fields = self.response_template.get("fields") or {}
-            found = (fields.get(name) or {} for name in REASONING)
-            marks = next(([field.get("open"), field.get("close")] for field in found if field), [])
-            return tuple(marks) if all(isinstance(mark, str) for mark in marks) else ()
+            field = next((fields[name] for name in REASONING if name in fields), {})
+            marks = [mark for mark in (field.get("open"), field.get("close")) if isinstance(mark, str)]
+            return tuple(marks) if len(marks) == 2 else ()
         if self.reasoning_parser is None:
             return ()
         family = REASONING_FAMILIES[self.reasoning_parser]

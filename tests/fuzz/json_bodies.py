@@ -36,7 +36,13 @@ BODY_KINDS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-LISTS = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+LISTS = {
+    "$defs": {"d": {"type": "string", "pattern": "(?!a)b", "nullable": True}},
+    "properties": {
+        "a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "b": {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "any"}]},
+    },
+}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": LISTS, "strict": False}}]
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 # with all that tools bring, for values to be spoilt in: by path
@@ -44,9 +50,15 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "user", "content": "fox"},
-            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "hm"},
+            {"role": "developer", "content": "rules"},
+            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "hm", "id": "m"},
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "fox"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}], "function_call": None},
+            {"role": "user", "content": ["fox"]},
         ],
+        "thinking_token_budget": 3,
+        "include_reasoning": False,
+        "allowed_token_ids": [5, 6],
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "chat_template_kwargs": {"a": 1},
@@ -57,7 +69,12 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "fox"},
             {"type": "reasoning", "summary": []},
+            {"type": "custom_tool_call", "call_id": "d", "name": "f", "input": "x"},
+            {"type": "shell_call_output", "call_id": "d", "output": [{"stdout": "fox"}]},
+            {"type": "web_search_call", "id": "w"},
         ],
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "auto",
         "tools": [{"type": "function", "name": "f", "parameters": LISTS, "strict": False}],
         "tool_choice": {"type": "function", "name": "f"},
         "text": {"format": {"type": "text"}},

@@ -16,7 +16,7 @@ from typing import Any
 Schema = dict[str, Any]
 ErrorOf = Callable[[str], str | None]  # why no grammar can hold a schema, as JSON; None: one can
 
-MAX_TRIED_CHARS = 4_000_000  # of one schema and its parts, some seconds: beyond it, all of a part goes at once
+MAX_TRIED_CHARS = 1_000_000  # of one schema and its parts, a second or two: beyond it, all of a part goes at once
 MAX_PATTERN_SIZE = 20_000  # characters that a pattern may count: beyond it, no answer is matched in time
 DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = frozenset(
@@ -210,7 +210,8 @@ def _or_null(schema: Schema) -> Schema:
     """Return a schema that also allows null (OpenAPI 3.0)."""
     kind = schema.get("type")
     if isinstance(kind, str) and not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf", "const", *DEFINITIONS}:
-        nulls = {"enum": [*schema["enum"], None]} if None not in (schema.get("enum") or [None]) else {}
+        choices = schema.get("enum")
+        nulls = {"enum": [*choices, None]} if isinstance(choices, list) and None not in choices else {}
         return {**schema, **nulls, "type": [kind, "null"]}
     return {"anyOf": [schema, {"type": "null"}]} if schema and not schema.keys() & {*DEFINITIONS} else schema
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from outrider.cluster.replies.reader import ReplyReader, ReplySyntax, Thinking
 from outrider.cluster.replies.tools import ToolUse
 from outrider.verifier_service.messages.structured_output import reason_of, warning_of
 from outrider.verifier_service.messages.thought import Thought
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class Chats:
         read = functools.partial(self._read, answer, body, prompt, messages[-1]["content"], use)
         request, reader = await asyncio.to_thread(read) if use.tools or body.has_structure else read()
         warnings = (*warnings, *unread_warnings(body.messages), *use.warnings, *request.warnings)
+        for warning in warnings:
+            logger.info("request %s: %s", answer.id, warning)
         answer.reader = reader
         shows_special = reader() is not None and request.skip_special_tokens is None  # marks may be special tokens
         skips_special = False if shows_special else request.skip_special_tokens

@@ -188,6 +188,21 @@ def test_of_more_than_a_grammar_can_hold_the_largest_schemas_go_first(family):
         held_calls(read_tool_use(strict, "required", None), syntax, {})
 
 
+def test_of_a_schema_that_takes_too_long_to_look_at_the_names_are_left():
+    schema = {"type": "string", "pattern": "(?!a)"}
+    for depth in range(10):
+        schema = {
+            "type": "object",
+            "properties": {f"p{depth}_{index}": schema for index in range(2)},
+            "minProperties": 1,
+        }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}, *many_tools(1)]
+    held = held_calls(read_tool_use(tools, "required", None), ReplySyntax(tool_call_parser="hermes"), {})
+    assert held.left_out == ("all of f",)
+    assert fits(held.structured, written("hermes", [("f", {"p9_0": 3, "p9_1": "x"})]))
+    assert not fits(held.structured, written("hermes", [("t0", {"p0": 3})]))
+
+
 def test_a_parameter_whose_name_no_tag_can_have_is_left_out():
     parameters = {"properties": {"a>b": {}, "c": {"type": "integer"}}, "required": ["a>b", "c"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.reader import ReplySyntax, Thinking
 from outrider.cluster.replies.tools import ToolUse, read_tool_use
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -170,6 +170,11 @@ def test_the_tokenizers_own_template_reads_its_answers():
     text = 'hm</t>So:<call weather>{"city": "Rom", "days": "3"}</call>'
     content, reasoning, calls, _ = read(syntax, text, prompt="a <t> in an earlier turn<start><t>")
     assert (content, reasoning, calls) == ("So:", "hm", BOTH[:1])
+    assert syntax.thought_marks == ("<t>", "</t>")
+    assert syntax.thinking("a<start><t>", "a") is Thinking.OPEN
+    assert syntax.thinking("a<start>", "a") is Thinking.POSSIBLE
+    no_marks = {**template, "fields": {**template["fields"], "thinking": {"open_pattern": "<t>", "close": "</t>"}}}
+    assert ReplySyntax(response_template=no_marks).thought_marks == ()
 
 
 def test_an_unknown_parser_is_refused_by_name():
