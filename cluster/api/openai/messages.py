@@ -25,7 +25,12 @@ from outrider.cluster.common.errors import OutriderError, RequestFailed
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
 from outrider.verifier_service.messages.request import FinishReason
 
-OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}  # of a chat's fields, for errors
+OWN_NAMES = {  # of a chat's fields, for errors
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+    "thinking_token_budget": "thinking",
+}
 _SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 SAMPLING_FIELDS = frozenset({*_SAME_NAMES, "stop_sequences"}) - {"model"}
 
@@ -55,12 +60,13 @@ class CountTokensBody(ModelBody):
         passed = ResponsesBody.passed_fields
         fields = {name: given[name] for name in passed if given.get(name) is not None}
         kwargs, budget = thinking_fields(self.thinking)
-        kwargs |= fields.pop("chat_template_kwargs", None) or {}
+        if isinstance(given_kwargs := fields.get("chat_template_kwargs", {}), dict):  # else the chat refuses it
+            fields["chat_template_kwargs"] = kwargs | given_kwargs
         fields |= {**budget, **tools, **output_fields(self.output_config), **self.sampling_fields()}
         last = history.messages[-1] if history.messages else {}
-        if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer goes on with it
-            fields["continue_final_message"] = True
-        chat = parse_body({**fields, "messages": history.messages, "chat_template_kwargs": kwargs or None}, ChatBody)
+        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
+            fields["continue_final_message"] = True  # the answer goes on with it
+        chat = parse_body({**fields, "messages": history.messages}, ChatBody)
         left_out = [f"tools: left out: {kind} is run by Anthropic's servers" for kind in servers]
         left_out += [f"messages: left out: a block of type {kind}" for kind in dict.fromkeys(history.left_out)]
         return chat, [*self.unread_warnings(), *left_out]
@@ -111,7 +117,7 @@ class MessagesAnswer:
     async def unary(self) -> dict[str, Any]:
         """Generate to the end and return the message."""
         message: dict[str, Any] = {}
-        async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+        async with aclosing(self._steps(whole=True)) as steps:  # type: ignore[type-var]
             async for step in steps:
                 if step["type"] == "message_start":
                     message = step["message"]
@@ -130,10 +136,10 @@ class MessagesAnswer:
         """Return the event of an error in a stream that has begun."""
         return event_of(error_object(error), "error")
 
-    async def _steps(self) -> AsyncIterator[Event]:
+    async def _steps(self, *, whole: bool = False) -> AsyncIterator[Event]:
         shown = self.answer.shown(0)
         last: GatewayChunk | None = None
-        async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.answer.chunks(whole=whole)) as chunks:  # type: ignore[type-var]
             async for _, chunk in chunks:
                 if last is None:  # not before the first chunk: an early error has its own status
                     yield {"type": "message_start", "message": self._start()}
