@@ -17,7 +17,7 @@ from agents.environment import command, plain_environment
 from agents.relay import Exchange, Relay
 
 TIMEOUT_S = 180.0
-MIN_EVENTS = 5  # of an answer that came in pieces
+MIN_EVENTS = 3  # of an answer that came in pieces
 
 Told = Callable[["Place", str, str], Mapping[str, str]]  # place, URL, model: writes files, returns variables
 

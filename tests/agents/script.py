@@ -11,6 +11,8 @@ from outrider.lab.gateway.played_service import asked, played_config, played_spe
 from outrider.lab.gateway.played_spec import PlayedSpec
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
+STEP_S = 0.02  # a client that is slower gets several tokens as one piece
+
 
 def _call(name: str, arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -39,5 +41,5 @@ def agents_config() -> ServiceConfig:
 
 def agents_spec(config: ServiceConfig) -> PlayedSpec:
     """Return the engine that says these answers."""
-    spec = played_spec(config, step_s=0.001)
+    spec = played_spec(config, step_s=STEP_S)
     return dataclasses.replace(spec, says=asked(load_tokenizer(spec.verifier.model), answers()))

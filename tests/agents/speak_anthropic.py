@@ -42,7 +42,7 @@ def streamed() -> None:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert "".join(pieces) == words.GREETING, pieces
-    assert len(pieces) > 3, pieces
+    assert len(pieces) > 1, pieces
     assert (final.stop_reason, final.usage.output_tokens > 3) == ("end_turn", True), final
 
 

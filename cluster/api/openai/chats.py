@@ -20,7 +20,6 @@ from outrider.cluster.replies.tools import ToolUse
 from outrider.verifier_service.messages.structured_output import reason_of, warning_of
 from outrider.verifier_service.messages.thought import Thought
 
-
 logger = logging.getLogger(__name__)
 
 
