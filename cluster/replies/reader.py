@@ -89,7 +89,7 @@ class ReplySyntax:
         """The marks before and after reasoning."""
         if self.response_template is not None:
             fields = self.response_template.get("fields") or {}
-            field = next((fields[name] for name in REASONING if name in fields), {})
+            field: Mapping[str, Any] = next((fields[name] for name in REASONING if name in fields), {})
             marks = [mark for mark in (field.get("open"), field.get("close")) if isinstance(mark, str)]
             return tuple(marks) if len(marks) == 2 else ()
         if self.reasoning_parser is None:
