@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from outrider.cluster.api.openai.messages import CountTokensBody, MessagesBody
 from outrider.cluster.api.openai.protocol import (
     NEUTRAL_VALUES,
     ChatBody,
@@ -21,6 +22,8 @@ BASE_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the fox"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}]},
     "/v1/responses": {"input": "fox"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "fox"}]},
     "/tokenize": {"prompt": "the fox"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -28,6 +31,8 @@ BODY_KINDS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -74,6 +79,27 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "function", "name": "f"},
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low"},
+    },
+    "/v1/messages": {
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "fox", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "fox"}]},
+            {"role": "system", "content": "dog"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1]}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "fox"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object", **LISTS}}, {"type": "web_search_20250305"}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 8},
+        "output_config": {"effort": "low"},
+        "stop_sequences": ["x"],
     },
 }
 PATHS = tuple(BASE_BODIES)

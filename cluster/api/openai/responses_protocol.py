@@ -123,13 +123,13 @@ _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input",
 
 
 @contextlib.contextmanager
-def in_own_field_names() -> Iterator[None]:
-    """Rename the fields in a chat's errors to those of the responses body."""
+def in_own_field_names(own_names: Mapping[str, str] = _OWN_NAMES) -> Iterator[None]:
+    """Rename the fields in a chat's errors to those of the body that became the chat."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field in _OWN_NAMES:
-            name = _OWN_NAMES[error.field]
+        if error.field is not None and error.field in own_names:
+            name = own_names[error.field]
             error.args, error.field = (str(error).replace(error.field, name, 1),), name
         raise
 
