@@ -16,12 +16,14 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.format import ShownChoice, error_object
 from outrider.cluster.client.openai_client import stream_events
 from outrider.cluster.common.errors import OutriderError, RequestFailed, Unavailable
+from outrider.cluster.replies.reader import ReplySyntax
 
 SEPARATED = "a\x85b\u2028c\u2029d日"  # Python's splitlines, and with it httpx's iter_lines, splits at each
 DOORS = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": SEPARATED}]},
     "/v1/responses": {"input": "a", "instructions": SEPARATED},
+    "/v1/messages": {"messages": [{"role": "user", "content": SEPARATED}], "max_tokens": 64},
 }
 Message = dict[str, Any]
 
@@ -41,6 +43,8 @@ async def test_events_are_one_line_each_to_any_splitter(tokenizer: Any, path: st
         payloads = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         if path == "/v1/responses":
             said = "".join(event["delta"] for event in payloads if event["type"] == "response.output_text.delta")
+        elif path == "/v1/messages":
+            said = "".join(event["delta"]["text"] for event in payloads if event["type"] == "content_block_delta")
         else:
             choices = [choice async for event in stream_events(client, path, body) for choice in event["choices"]]
             said = "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
@@ -51,11 +55,14 @@ SPOKEN = 'say "größer"\\ \n\u2028 {"text":""} 日本'
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("thought", ["", "<think>größer?</think>"])
 @pytest.mark.parametrize("extra", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
 async def test_events_from_a_template_are_those_that_were_made_one_by_one(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, extra: dict[str, Any]
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, thought: str, extra: dict[str, Any]
 ) -> None:
-    app = build_api(build_gateway(FakeBackend(lambda _: says(tokenizer, SPOKEN)), tokenizer), healthy)
+    gateway = build_gateway(FakeBackend(lambda _: says(tokenizer, thought + SPOKEN)), tokenizer, max_model_len=256)
+    syntax = ReplySyntax(reasoning_parser="qwen3") if thought else None
+    app = build_api(gateway, healthy, reply_syntax=syntax)
 
     async def events() -> list[Any]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
@@ -70,6 +77,9 @@ async def test_events_from_a_template_are_those_that_were_made_one_by_one(
     slow = await events()
     assert sorted(map(json.dumps, fast)) == sorted(map(json.dumps, slow))
     assert len(fast) > 20
+    if thought and path == "/v1/chat/completions":
+        choices = [choice for event in fast for choice in event["choices"] if choice["index"] == 0]
+        assert "".join(choice["delta"].get("reasoning", "") for choice in choices) == "größer?"
     assert [event["choices"][0]["index"] for event in fast if event["choices"]] == [
         event["choices"][0]["index"] for event in slow if event["choices"]
     ]
