@@ -1,4 +1,4 @@
-"""API keys, checked in front of the HTTP application and of the gRPC services, which find the shown key's policy set.
+"""API keys, checked in front of the HTTP application and of the gRPC services, which find the shown key set.
 
 Open without a key: probes, /metrics (which holds neither prompts nor request ids) and gRPC's health service, whose
 clients have no key, and the web page's files, since its reader types a key there.
@@ -13,7 +13,7 @@ import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cluster.api.openai.answer import error_response
-from outrider.cluster.common.api_keys import ApiKeys, shown_policy
+from outrider.cluster.common.api_keys import ApiKeys, shown_key
 from outrider.cluster.common.errors import Unauthenticated
 from outrider.cluster.web.page import FILES as WEB_FILES
 
@@ -32,12 +32,12 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
-        elif (policy := self._keys.admit(_headers(scope))) is not None:
-            token = shown_policy.set(policy)
+        elif (key := self._keys.admit(_headers(scope))) is not None:
+            token = shown_key.set(key)
             try:
                 await self._app(scope, receive, send)
             finally:
-                shown_policy.reset(token)
+                shown_key.reset(token)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -61,8 +61,8 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if handler_call_details.method.startswith(OPEN_GRPC_PREFIX):
             return await continuation(handler_call_details)
-        if (policy := self._keys.admit(handler_call_details.invocation_metadata)) is not None:
-            shown_policy.set(policy)  # until the call's task ends
+        if (key := self._keys.admit(handler_call_details.invocation_metadata)) is not None:
+            shown_key.set(key)  # until the call's task ends
             return await continuation(handler_call_details)
         return grpc.stream_stream_rpc_method_handler(_refuse)
 

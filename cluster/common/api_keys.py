@@ -1,4 +1,4 @@
-"""API keys: hashed when they are configured, compared in constant time; what may be kept of what is sent with one."""
+"""API keys: hashed when they are configured, compared in constant time; what is kept of a key's requests, and where."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,21 @@ class KeyPolicy(Enum):
 
 
 _POLICIES = tuple(KeyPolicy)
-# of the key that the present HTTP request or gRPC call has shown; set in front of the doors
-shown_policy: ContextVar[KeyPolicy] = ContextVar("shown_policy", default=KeyPolicy.DEFAULT)
+PARTITION_CHARS = 32  # hex digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownKey:
+    """What holds for requests that show a key."""
+
+    policy: KeyPolicy = KeyPolicy.DEFAULT
+    # `PARTITION_CHARS` hex digits: only requests of one partition share KV, past responses and samples. "": that of all
+    partition: str = ""
+
+
+NO_KEY = ShownKey()
+# the one of the present HTTP request or gRPC call; set in front of the doors
+shown_key: ContextVar[ShownKey] = ContextVar("shown_key", default=NO_KEY)
 
 
 def hash_api_key(key: str) -> str:
@@ -118,22 +132,33 @@ def _hash_of(entry: str, source: str) -> str:
 class ApiKeys:
     """The service's keys, as hashes with policies; without keys, the service is open."""
 
-    def __init__(self, hashes: Sequence[str]) -> None:
-        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy."""
+    def __init__(self, hashes: Sequence[str], *, shares: bool = False) -> None:
+        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy.
+
+        `shares`: all keys have one partition, not each its own.
+        """
         entries = [entry.partition(":") for entry in hashes]
-        self._hashes = [(digest, KeyPolicy(word)) for digest, _, word in entries]
+        self._hashes = [
+            (digest, ShownKey(policy=KeyPolicy(word), partition="" if shares else _partition_of(digest)))
+            for digest, _, word in entries
+        ]
 
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
-    def admit(self, headers: Iterable[tuple[str, str]]) -> KeyPolicy | None:
-        """Return the strictest policy of the known keys in the headers; None: there is no known key.
+    def admit(self, headers: Iterable[tuple[str, str]]) -> ShownKey | None:
+        """Return the known key in the headers, of several the one with the strictest policy; None: there is none.
 
         A wrong key takes as long as a right one: each is compared with all.
         """
         digests = [hash_api_key(key) for key in _shown_keys(headers)]
-        found = [(hmac.compare_digest(digest, known), policy) for digest in digests for known, policy in self._hashes]
-        return min((policy for fits, policy in found if fits), key=_POLICIES.index, default=None)
+        found = [(hmac.compare_digest(digest, known), key) for digest in digests for known, key in self._hashes]
+        return min((key for fits, key in found if fits), key=lambda key: _POLICIES.index(key.policy), default=None)
+
+
+def _partition_of(digest: str) -> str:
+    """Return the name of a key's partition, which tells neither the key nor its hash."""
+    return hashlib.blake2b(digest.encode(), digest_size=PARTITION_CHARS // 2, person=b"partition").hexdigest()
 
 
 def _shown_keys(headers: Iterable[tuple[str, str]]) -> Iterator[str]:

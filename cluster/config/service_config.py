@@ -114,6 +114,12 @@ class GatewayOptions(Options):
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
     )
+    share_between_keys: bool = option(
+        False, "One prefix cache, and one store of past responses and samples, for all API keys. Default: each its own."
+    )
+    allow_typical_acceptance: bool = option(
+        False, "Requests may ask for the lossy rejection_sample_method typical. Default: only if it is the service's."
+    )
     api_key_hashes: Annotated[tuple[str, ...], Json] = ()  # SHA-256 in hex; none: no key is asked for
     otlp_traces_endpoint: str | None = option(None, "Send traces there by OTLP over gRPC. Default: no traces.")
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
@@ -225,6 +231,12 @@ class ServiceConfig(PoolsConfig):
     @property
     def listens_itself(self) -> bool:
         return self.gateway.own_listener or self.tls is not None  # Serve's proxy verifies no client
+
+    @property
+    def is_shared_by_strangers(self) -> bool:
+        """Whether clients of other hosts share one prefix cache without any key: counts would tell of one another."""
+        is_near = self.listens_itself and self.host in LOOPBACK  # Serve's proxy listens where Serve was told to
+        return not self.gateway.api_key_hashes and not is_near
 
     @property
     def active(self) -> list[PoolOptions]:

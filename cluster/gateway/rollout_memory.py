@@ -122,7 +122,7 @@ class RolloutMemory:
         `drafters`: those that the verifier has links to. A new one has nothing: all of it is sent again, and those that
         have it keep nothing twice. A response counts however it ended, unless the request moves to another verifier.
         """
-        key = filed_under(request.history_key, request.prompt_token_ids)
+        key = filed_under(request.history_key, request.prompt_token_ids, request.partition)
         verifier = self._verifier(verifier_id, drafters)
         history = self._take(key, verifier)
         sample = Sample(replace(request, history=history) if history else request, list(request.output_token_ids))

@@ -80,6 +80,8 @@ class GatewayReplica:
             rollouts=config.verifiers.rollouts,
             learns=bool(config.learning),
             hands_over=config.verifiers.engine == OUTRIDER,
+            allows_lossy=config.gateway.allow_typical_acceptance,
+            tells_cached=not config.is_shared_by_strangers,
         )
         memory = memory_of(config)
         registry = CollectorRegistry()
@@ -106,7 +108,7 @@ class GatewayReplica:
             memory=memory,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
-        keys = ApiKeys(config.gateway.api_key_hashes)
+        keys = ApiKeys(config.gateway.api_key_hashes, shares=config.gateway.share_between_keys)
         self._grpc_server = await self._serve_grpc(config, keys)
         self._api = self._application(config, keys, self._share_metrics(config, registry, router, gateway_id))
         self._is_encrypted = config.tls is not None
@@ -255,6 +257,8 @@ def model_info(
     rollouts: bool = False,
     learns: bool = False,
     hands_over: bool = False,
+    allows_lossy: bool = False,
+    tells_cached: bool = True,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -271,4 +275,6 @@ def model_info(
         rollouts=rollouts,
         learns=learns,
         hands_over=hands_over,
+        allows_lossy=allows_lossy or acceptance.is_lossy,
+        tells_cached=tells_cached,
     )

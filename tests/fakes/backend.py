@@ -179,6 +179,8 @@ def build_gateway(
     rollouts: bool = False,
     learns: bool = False,
     hands_over: bool = False,
+    allows_lossy: bool = False,
+    tells_cached: bool = True,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
     prefills: PrefillBackend | None = None,
@@ -194,6 +196,8 @@ def build_gateway(
         rollouts=rollouts,
         learns=learns,
         hands_over=hands_over,
+        allows_lossy=allows_lossy,
+        tells_cached=tells_cached,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(

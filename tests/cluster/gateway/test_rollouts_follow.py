@@ -204,8 +204,8 @@ async def test_in_rollouts_two_keys_never_see_each_other_on_any_verifier():
         mine = await fleet.generate(sample(history_key="mine"))
         assert first_round(mine) > 0
     assert [len(request.history) for request in verifiers[1].requests] == [0, 2]
-    assert verifiers[1].histories.keys() == {"key ours", "key mine"}
-    assert verifiers[0].histories.keys() == {"key mine", "key theirs"}
+    assert verifiers[1].histories.keys() == {filed_under("ours", ()), filed_under("mine", ())}
+    assert verifiers[0].histories.keys() == {filed_under("mine", ()), filed_under("theirs", ())}
 
 
 async def test_outside_rollouts_what_was_declined_is_in_no_tree_and_finds_none():

@@ -145,7 +145,7 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({"prompt": "a", "logprobs_mode": 1}, "logprobs_mode"),
         (
             {"prompt": "a", "logprobs_mode": "processed_logprobs", "rejection_sample_method": "typical"},
-            "logprobs_mode",
+            "rejection_sample_method",
         ),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),

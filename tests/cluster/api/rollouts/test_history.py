@@ -14,6 +14,7 @@ from outrider.cluster.api.openai import endpoints
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts import history
 from outrider.cluster.api.rollouts.history import PATH, add_history_routes
+from outrider.cluster.common.api_keys import PARTITION_CHARS, ShownKey, shown_key
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.verifier_service.messages.history import filed_under, prompt_hash
 from outrider.verifier_service.messages.request import GenerationRequest
@@ -61,6 +62,25 @@ async def test_what_is_given_goes_along_with_the_next_request_of_its_key(door: D
     assert door.taken_along() == [((7, 8), 1), ((7, 9), 1), ((7, 11), 0)]
     assert door.taken_along(history_key="k") == [((7, 10), 0)]
     assert door.taken_along(history_key="") == []
+
+
+async def test_each_key_has_histories_of_its_own_which_an_export_names(door: Door):
+    first, second = "a" * PARTITION_CHARS, "b" * PARTITION_CHARS
+    for partition, token_id in ((first, 7), (second, 8), ("", 9)):
+        token = shown_key.set(ShownKey(partition=partition))
+        await door.give(prompt_ids=[1, 2], responses=[[token_id, token_id]])
+        await door.give(history_key="k", responses=[[token_id, 1]])
+        shown_key.reset(token)
+    for partition, token_id in ((first, 7), (second, 8), ("", 9)):
+        assert door.taken_along(partition=partition) == [((token_id, token_id), 0)]
+        assert door.taken_along(partition=partition, history_key="k") == [((token_id, 1), 0)]
+    exported = (await door.client.get(PATH)).content
+    assert [json.loads(line).get("partition") for line in exported.splitlines()] == [first] * 2 + [second] * 2 + [
+        None
+    ] * 2
+    await door.client.delete(PATH)
+    await door.client.post(PATH, content=exported, headers=LINES)
+    assert (await door.client.get(PATH)).content == exported
 
 
 async def test_what_goes_out_comes_in_again(door: Door, tokenizer: Any):
@@ -140,6 +160,8 @@ async def test_all_is_forgotten(door: Door):
         ({"history_key": "", "responses": [[7, 8]]}, "history_key"),
         ({"history_key": "k" * 129, "responses": [[7, 8]]}, "history_key"),
         ({"prompt_hash": "k", "responses": [[7, 8]]}, "prompt_hash"),
+        ({"history_key": "k", "partition": "a b", "responses": [[7, 8]]}, "partition"),
+        ({"history_key": "k", "partition": "", "responses": [[7, 8]]}, "partition"),
         ({"history_key": "k"}, "responses"),
         ({"history_key": "k", "responses": [7, 8]}, "responses"),
         ({"history_key": "k", "responses": [[7, -1]]}, "responses"),
