@@ -168,7 +168,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
         if rank.rank > 0:
             keep_loaded()
-            follow(pipes[0], share, dict.fromkeys(WEIGHT_CHANGES, RankWeights(share).change))
+            follow(pipes[0], share, RankWeights(share).follower_calls())
             return
         change_model = RankWeights(share, pipes).change
         parallel = ParallelRunner(share, pipes)

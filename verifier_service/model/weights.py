@@ -183,7 +183,7 @@ class WeightReader:
 
     def require_all_used(self, ignored: Sequence[str] = ()) -> None:
         """Raise `WeightError` for a tensor that was never read and matches none of the patterns."""
-        left = [name for name in self._source.names if name not in self._used and not _matches(name, ignored)]
+        left = [name for name in self._source.names if name not in self._used and not is_matched(name, ignored)]
         if left:
             raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
 
@@ -366,5 +366,6 @@ def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(owner), leaf)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def is_matched(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a tensor's name matches any of the patterns."""
     return any(re.search(pattern, name) for pattern in patterns)
