@@ -6,6 +6,7 @@ OutriderError                      500  INTERNAL
 │   ├── ResponseNotFound           404  NOT_FOUND
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
 │   └── BodyTooSlow                408  INVALID_ARGUMENT
+├── Conflict                       409  ABORTED             something else goes on that it cannot run beside
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
@@ -54,6 +55,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyTooSlow(InvalidRequest):
     """The request's body did not arrive in time."""
+
+
+class Conflict(OutriderError):
+    """The request cannot run beside another one that goes on; after that it may be tried again."""
 
 
 class Unauthenticated(OutriderError):
@@ -117,6 +122,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
     ),
     InvalidRequest: ErrorMapping(
         http_status=400, grpc_status=grpc.StatusCode.INVALID_ARGUMENT, openai_type="invalid_request_error"
+    ),
+    Conflict: ErrorMapping(
+        http_status=409,
+        grpc_status=grpc.StatusCode.ABORTED,
+        openai_type="invalid_request_error",
+        openai_code="conflict",
     ),
     Unauthenticated: ErrorMapping(
         http_status=401,

@@ -110,6 +110,12 @@ class GatewayOptions(Options):
     kv_peers: Annotated[tuple[str, ...], Json] = option(
         (), "Verifiers of other services that a request's kv_transfer_params may name: HOST or HOST:PORT of each."
     )
+    trainer_hosts: Annotated[tuple[str, ...], Json] = option(
+        LOOPBACK, "Hosts that a trainer's master_address may name: verifiers connect to them."
+    )
+    trainer_timeout_s: Seconds = option(
+        45.0, "Seconds that joining a trainer's group may take, and each bucket of its tensors."
+    )
     own_listener: bool = False  # HTTP without Serve's proxy, as with TLS; `outrider serve` sets it, a YAML may
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."

@@ -27,7 +27,7 @@ from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, ServiceConfig
-from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.cluster.gateway.fleet_control import FleetControl, TrainerLimits
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
@@ -166,9 +166,10 @@ class GatewayReplica:
         return api
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
+        trainers = TrainerLimits(hosts=config.gateway.trainer_hosts, timeout_s=config.gateway.trainer_timeout_s)
         return TrainerDoors(
             gateway=self._gateway,
-            fleet=FleetControl.over_links(self._router, config.links.credentials),
+            fleet=FleetControl.over_links(self._router, config.links.credentials, trainers),
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
             tensor_parallel_size=config.verifiers.tensor_parallel_size,
