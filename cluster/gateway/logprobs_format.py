@@ -6,11 +6,13 @@ is named by its id, as in vLLM's `token_id:5`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from outrider.cluster.common.errors import RequestFailed
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import LOWEST_LOGPROB, TokenLogprobs
@@ -112,4 +114,7 @@ def _chat_token(token_id: int, logprob: float, codec: TextCodec, name: Callable[
 
 
 def finite(logprob: float) -> float:
+    """Return a log probability that JSON can say. Raises `RequestFailed` for NaN: the model is broken, not its answer."""
+    if math.isnan(logprob):
+        raise RequestFailed("the model gave a log probability that is not a number")
     return max(logprob, LOWEST_LOGPROB)

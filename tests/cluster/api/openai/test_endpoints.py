@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import math
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -333,6 +335,30 @@ async def test_completions_show_log_probabilities_beside_the_text(tokenizer, str
     assert joined["top_logprobs"][1] == {tokenizer.decode([prompt[1] + 1]): -0.25, "b": -1.5}
     assert backend.requests[0].sampling.prompt_logprobs == 2
     assert all("prompt_logprobs" not in choice for shown in objects for choice in shown["choices"])
+
+
+class NotNumbers(FakeBackend):
+    """A model whose second token has a log probability that is not a number."""
+
+    async def generate(self, request):
+        async for output in super().generate(request):
+            if len(self.script(request)) > 1 and output.finish_reason is not None:
+                spoilt = [dataclasses.replace(one, logprob=math.nan) for one in output.logprobs]
+                output = dataclasses.replace(output, logprobs=tuple(spoilt))
+            yield output
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_no_answer_has_a_log_probability_that_json_has_no_word_for(tokenizer, path):
+    logprobs = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
+    body = {"prompt": "ab"} if "chat" not in path else {"messages": [{"role": "user", "content": "ab"}]}
+    async with client_of(NotNumbers(lambda _: [[5], [6]]), tokenizer) as client:
+        whole = await client.post(path, json=body | logprobs)
+        assert whole.status_code == 500
+        assert "not a number" in whole.json()["error"]["message"]
+        streamed = await client.post(path, json=body | logprobs | {"stream": True})
+    assert "NaN" not in streamed.text
+    assert "not a number" in json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))["error"]["message"]
 
 
 async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):
