@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,7 +100,7 @@ class FleetControl:
     ) -> None:
         self._router, self._call_verifier, self._call_drafter = router, call_verifier, call_drafter
         self._trainers = trainers or TrainerLimits()
-        self._is_changing = False
+        self._changing: tuple[tuple[object, ...], asyncio.Future[FleetResult]] | None = None
 
     @classmethod
     def over_links(
@@ -145,12 +144,17 @@ class FleetControl:
 
     async def update_from_folder(self, folder: str, weight_version: str | None = None) -> FleetResult:
         """Take a checkpoint's weights; without a version, under the next number."""
-        with self._alone():
-            version = _checked_version(weight_version) or await self._next_version()
-            updates = self._on_all(
-                lambda call_id, _: UpdateWeights(call_id=call_id, folder=folder, weight_version=version)
+        named = _checked_version(weight_version)
+
+        async def update() -> FleetResult:
+            version = named or await self._next_version()
+            return _alike(
+                await self._on_all(
+                    lambda call_id, _: UpdateWeights(call_id=call_id, folder=folder, weight_version=version)
+                )
             )
-            return _alike(await updates)
+
+        return await self._change(("folder", folder, named), update)
 
     async def join_group(
         self,
@@ -171,7 +175,8 @@ class FleetControl:
         if rank_offset < 1 or world_size < rank_offset + num_ranks:
             expected = f"rank_offset >= 1 and {num_ranks} ranks from there on, not {rank_offset} of {world_size}"
             raise InvalidRequest(f"world_size must leave room for the verifiers: {expected}", "world_size")
-        with self._alone():
+
+        async def join() -> FleetResult:
             return await self._on(
                 reports,
                 lambda call_id, num_before: InitWeightsGroup(
@@ -185,6 +190,9 @@ class FleetControl:
                     timeout_s=self._trainers.timeout_s,
                 ),
             )
+
+        where = (master_address, master_port, rank_offset, world_size)
+        return await self._change(("group", where, group_name, backend), join)
 
     async def leave_group(self, group_name: str) -> FleetResult:
         """Leave a trainer's group. What is joined or received at the moment is broken off."""
@@ -201,14 +209,17 @@ class FleetControl:
         weight_version: str | None = None,
     ) -> FleetResult:
         """Receive one bucket of tensors; `num_missing_tensors` says how many the update still lacks."""
-        with self._alone():
-            version = _checked_version(weight_version) or await self._next_version()
+        named = _checked_version(weight_version)
+        tensors = tuple(names), tuple(dtypes), tuple(tuple(shape) for shape in shapes)
+
+        async def update() -> FleetResult:
+            version = named or await self._next_version()
             updates = self._on_all(
                 lambda call_id, _: UpdateWeights(
                     call_id=call_id,
-                    names=tuple(names),
-                    dtypes=tuple(dtypes),
-                    shapes=tuple(tuple(shape) for shape in shapes),
+                    names=tensors[0],
+                    dtypes=tensors[1],
+                    shapes=tensors[2],
                     group_name=group_name,
                     is_flattened=is_flattened,
                     weight_version=version,
@@ -216,15 +227,16 @@ class FleetControl:
             )
             return _alike(await updates)
 
+        return await self._change(("bucket", tensors, group_name, is_flattened, named), update)
+
     async def update_drafters(self, folder: str, weight_version: str | None = None) -> FleetResult:
         """Give drafters in pools, or where there are none those in verifiers, weights of their own from a folder."""
-
-        version = _checked_version(weight_version)
+        named = _checked_version(weight_version)
 
         def message(call_id: str, _: int) -> UpdateDraftWeights:
-            return UpdateDraftWeights(call_id=call_id, folder=folder, weight_version=version)
+            return UpdateDraftWeights(call_id=call_id, folder=folder, weight_version=named)
 
-        with self._alone():
+        async def update() -> FleetResult:
             await self._router.refresh()
             snapshot = self._router.snapshot
             states = () if snapshot is None else snapshot.drafters
@@ -234,16 +246,26 @@ class FleetControl:
             calls = [(one.drafter_id, self._call_drafter(one.endpoint, message(_new_id(), 0))) for one in reports]
             return await _together([(f"drafter {name}", call) for name, call in calls])
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raise `Conflict` if a change goes on: of two at once, replicas could take one or the other by one name."""
-        if self._is_changing:
+        return await self._change(("drafters", folder, named), update)
+
+    async def _change(self, what: tuple[object, ...], make: Callable[[], Awaitable[FleetResult]]) -> FleetResult:
+        """Make a change of weights, or wait for the one that goes on if it is the same.
+
+        Raises `Conflict` if it is another: of two at once, replicas could take one or the other by one name. A change
+        goes on without the caller that began it, since the replicas' do.
+        """
+        if self._changing is None:
+            task = asyncio.ensure_future(make())
+            self._changing = what, task
+            task.add_done_callback(self._end_change)
+        elif self._changing[0] != what:
             raise Conflict("another change of the weights goes on; /destroy_weights_update_group breaks a group's off")
-        self._is_changing = True
-        try:
-            yield
-        finally:
-            self._is_changing = False
+        return await asyncio.shield(self._changing[1])
+
+    def _end_change(self, task: asyncio.Future[FleetResult]) -> None:
+        self._changing = None
+        if not task.cancelled():
+            task.exception()  # of a change that nobody waits for any more
 
     async def _next_version(self) -> str:
         """Return the number after the fleet's highest."""

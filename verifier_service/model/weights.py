@@ -262,6 +262,15 @@ def require_alike(served: torch.nn.Module, loaded: torch.nn.Module) -> None:
                 raise WeightError(f"{prefix + key!r} is {other}, the served model's is {own}")
 
 
+def require_finite(model: torch.nn.Module) -> None:
+    """Raise `WeightError`, naming the tensor, unless all numbers of a model are finite."""
+    for name, module in model.named_modules():
+        for key, tensor in _held(module).items():
+            plain = tensor if tensor.layout is torch.strided else tensor.to_dense()
+            if not bool(torch.isfinite(plain).all()):
+                raise WeightError(f"tensor {f'{name}.{key}' if name else key!r} has numbers that are not finite")
+
+
 def _described(module: torch.nn.Module) -> dict[str, object]:
     """Describe a module's class, tensors and settings by name."""
     described: dict[str, object] = {"class": type(module).__name__}

@@ -74,13 +74,6 @@ def digest_of(checked: Mapping[str, Checked]) -> str:
     return whole.hexdigest()[:32]
 
 
-def require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `WeightError` naming a tensor whose numbers are not all finite."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not math.isfinite(rms_of(tensor)):
-            raise WeightError(f"tensor {name!r} has numbers that are not finite")
-
-
 def _unsent(tensor: torch.Tensor) -> str:
     """Say what explains a tensor whose last number is as the room was before anything came."""
     last = tensor.detach().flatten()[-1:].view(torch.uint8)

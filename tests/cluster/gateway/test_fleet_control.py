@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -159,7 +159,7 @@ async def test_of_two_changes_at_once_the_second_is_refused_and_the_end_of_a_gro
         fleet.may_answer.clear()
         calls = await changes(fleet.control)
         first = asyncio.create_task(calls.pop(number))
-        await asyncio.sleep(0)
+        await wait_until(lambda: fleet.calls)
         for second in calls:
             with pytest.raises(Conflict, match="another change"):
                 await second
@@ -170,21 +170,40 @@ async def test_of_two_changes_at_once_the_second_is_refused_and_the_end_of_a_gro
         fleet.may_answer.set()
         await first
         await ending
+        fleet.calls.clear()
 
 
-async def test_a_change_that_failed_or_was_given_up_is_over():
+async def wait_until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_the_same_change_again_while_it_goes_on_is_that_change():
+    fleet = Fleet(verifier_report("a"))
+    fleet.may_answer.clear()
+    first, again = (asyncio.create_task(fleet.control.update_from_folder("f", "7")) for _ in range(2))
+    await wait_until(lambda: fleet.calls)
+    with pytest.raises(Conflict):
+        await fleet.control.update_from_folder("g", "7")
+    first.cancel()  # its client has hung up; the verifiers go on
+    await asyncio.gather(first, return_exceptions=True)
+    assert not again.done()
+    with pytest.raises(Conflict):
+        await fleet.control.update_from_folder("f", "8")
+    fleet.may_answer.set()
+    await again
+    assert len(fleet.sent(UpdateWeights)) == 1
+    await fleet.control.update_from_folder("g", "8")
+
+
+async def test_a_change_that_failed_is_over():
     fleet = Fleet(verifier_report("a"))
     fleet.answers = {"a:1": ConnectionError("gone")}
     with pytest.raises(Unavailable):
         await fleet.control.update_from_folder("f", "7")
-    fleet.may_answer.clear()
-    task = asyncio.create_task(fleet.control.update_from_folder("f", "7"))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     fleet.answers.clear()
-    fleet.may_answer.set()
-    await fleet.control.update_from_folder("f", "7")
+    await fleet.control.update_from_folder("g", "7")
 
 
 async def test_one_name_is_of_one_digest():

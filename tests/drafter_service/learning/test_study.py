@@ -1,5 +1,6 @@
 """Each method learns from what was served, without a target; its versions are what a drafter takes."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,9 @@ def test_what_does_not_fit_is_refused_by_name(root, tmp_path):
     narrow = edited(first, tmp_path / "narrow", lambda t: t.update({"fc.weight": t["fc.weight"][:, 1:].contiguous()}))
     with pytest.raises(WeightError, match=r"fc\.weight"):
         study.require_alike(narrow)
+    spoilt = edited(first, tmp_path / "spoilt", lambda t: t["fc.weight"][0].fill_(math.nan))
+    with pytest.raises(WeightError, match=r"'fc\.weight' has numbers that are not finite"):
+        study.require_alike(spoilt)
 
 
 def test_a_draft_model_of_another_shape_is_refused_by_a_tensors_name(root, tmp_path):

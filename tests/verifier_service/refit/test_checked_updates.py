@@ -22,7 +22,7 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
-from outrider.verifier_service.refit.weight_checks import MAX_FACTOR, PART, require_finite, rms_of
+from outrider.verifier_service.refit.weight_checks import MAX_FACTOR, PART, rms_of
 from tiny.models import random_sequences, scattered_batches
 from tiny.refits import tensors_of, trainer, write_two
 
@@ -226,10 +226,7 @@ def test_the_root_mean_square_of_all_parts_shows_what_is_not_finite() -> None:
             spoilt = large.clone()
             spoilt[place] = value
             assert not math.isfinite(rms_of(spoilt))
-            with pytest.raises(WeightError, match="'w'"):
-                require_finite({"kept": large, "w": spoilt})
     assert rms_of(torch.empty(0)) == 0.0
-    require_finite({"w": large, "ids": torch.arange(3)})
 
 
 def test_no_process_is_left_when_a_group_ends(served: Served) -> None:
