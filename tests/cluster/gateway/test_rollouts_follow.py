@@ -179,7 +179,7 @@ async def test_in_rollouts_what_was_declined_is_nowhere_and_found_by_nobody():
     memory, verifiers = RolloutMemory(), (LookUps(), LookUps())
     async with fleet_of(*verifiers, memory=memory) as fleet:
         declined = await epoch(fleet, history_key="", cache_salt="mine")
-        assert memory.exported() == []
+        assert list(memory.exported()) == []
         assert all(verifier.histories == verifier.salted == {} for verifier in verifiers)
         others = await epoch(fleet, cache_salt="mine")
         del fleet.router.endpoints["v0"]

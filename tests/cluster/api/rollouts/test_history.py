@@ -124,7 +124,7 @@ async def test_a_bad_line_is_named_and_those_before_it_count(door: Door):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["message"].partition(":")[0]) == ("responses", "line 2")
-    assert len(door.memory.exported()) == 1
+    assert len(list(door.memory.exported())) == 1
     answer = await door.client.post(PATH, content=b"\n{", headers=LINES)
     assert answer.json()["error"]["message"].startswith("line 2: the body is not JSON")
 
@@ -177,7 +177,7 @@ async def test_errors_name_the_field_and_nothing_is_kept(door: Door, body: dict[
     answer = await door.client.post(PATH, json=body)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == field
-    assert door.memory.exported() == []
+    assert list(door.memory.exported()) == []
 
 
 async def test_out_of_rollouts_there_is_no_door_and_no_body_brings_a_history(tokenizer: Any):
