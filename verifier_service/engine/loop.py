@@ -25,6 +25,7 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     EngineUpdate,
     HandOver,
+    PartsRead,
     PauseGeneration,
     PauseMode,
     PeerState,
@@ -182,7 +183,7 @@ class EngineLoop:
                 self._engine.set_plans(plans)
             case Relay() | PeerState() | PeerWeights():
                 self._drafts.feed(message)
-            case TakeKV() | EndTake() | TakenFrame():
+            case TakeKV() | EndTake() | PartsRead() | TakenFrame():
                 if self._engine.handovers is not None:
                     self._engine.handovers.handle(message)
             case HandOver(max_held=max_held):

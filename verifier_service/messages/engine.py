@@ -15,6 +15,7 @@ from outrider.verifier_service.messages.handover import (
     EndTake,
     GivenFrame,
     HandOver,
+    PartsRead,
     PullKV,
     TakeKV,
     TakenFrame,
@@ -383,7 +384,8 @@ class EngineUpdate:
     pulls: tuple[PullKV, ...] = ()
 
 
-ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control | HandOver | TakeKV | EndTake | TakenFrame
+HandoverEvent = TakeKV | EndTake | PartsRead | TakenFrame
+ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control | HandOver | HandoverEvent
 TO_ENGINE = (GenerationRequest, Cancel, SetPlans, PeerState, PeerWeights, Relay, *CONTROLS, *HANDOVER_MESSAGES)
 FROM_ENGINE = (EngineReady, EngineUpdate)
 
