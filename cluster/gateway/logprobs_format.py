@@ -114,7 +114,7 @@ def _chat_token(token_id: int, logprob: float, codec: TextCodec, name: Callable[
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON can say. Raises `RequestFailed` for NaN: the model is broken, not its answer."""
+    """Return a log probability that JSON can say; raises `RequestFailed` for NaN, which tells of a broken model."""
     if math.isnan(logprob):
         raise RequestFailed("the model gave a log probability that is not a number")
     return max(logprob, LOWEST_LOGPROB)

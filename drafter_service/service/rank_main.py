@@ -38,7 +38,6 @@ from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import (
-    WEIGHT_CHANGES,
     Control,
     ControlResult,
     PeerState,

@@ -180,9 +180,7 @@ def test_trainers_bodies_with_one_wrong_place(request: tuple[str, bytes]) -> Non
 
 @examples(200)
 @given(
-    st.sampled_from(PATHS).flatmap(
-        lambda p: st.tuples(st.just(p), spoilt_bodies(p, BODIES) | st.binary(max_size=60))
-    ),
+    st.sampled_from(PATHS).flatmap(lambda p: st.tuples(st.just(p), spoilt_bodies(p, BODIES) | st.binary(max_size=60))),
     st.sampled_from(("application/json", "application/jsonl", "text/plain")),
 )
 def test_spoilt_bodies_of_trainers(request: tuple[str, bytes], content_type: str) -> None:

@@ -174,7 +174,7 @@ class EngineControl:
         self._results.append(result)
 
     def _change(self, message: WeightChange) -> list[RequestOutput]:
-        """Begin a change. The end of a group breaks off what is received from it; else there is one change at a time."""
+        """Begin a change; there is one at a time, but the end of a group breaks off what is received from it."""
         if self._weights is None:
             self._answer(message.call_id, "this engine's weights cannot change")
             return []

@@ -13,7 +13,15 @@ import grpc
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
 from outrider.verifier_service.messages.engine import EngineUpdate
-from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, PartsRead, TakeKV, TakenFrame
+from outrider.verifier_service.messages.handover import (
+    EndTake,
+    GivenFrame,
+    KVSource,
+    KVTerms,
+    PartsRead,
+    TakeKV,
+    TakenFrame,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 
 logger = logging.getLogger(__name__)

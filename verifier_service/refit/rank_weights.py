@@ -121,8 +121,9 @@ class RankWeights:
 
     def follower_calls(self) -> dict[type, Callable[[Any], object]]:
         """Return what a follower does with rank 0's messages; see `follow`."""
-        finish = {FinishWeights: lambda message: self.finish(is_abandoned=message.is_abandoned)}
-        return {**dict.fromkeys(WEIGHT_CHANGES, self.begin), **finish}
+        calls: dict[type, Callable[[Any], object]] = dict.fromkeys(WEIGHT_CHANGES, self.begin)
+        calls[FinishWeights] = lambda message: self.finish(is_abandoned=message.is_abandoned)
+        return calls
 
     # --- what begins ---
 

@@ -110,8 +110,7 @@ def dtype_of(name: str) -> torch.dtype:
 
     Weights are floating-point numbers of 16 bits or more.
     """
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if found not in PLAIN_DTYPES.values():
+    found: object = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or found not in PLAIN_DTYPES.values():
         raise WeightError(f"dtypes: {name!r} is no floating-point dtype of 16 bits or more")
-    dtype: torch.dtype = found
-    return dtype
+    return found

@@ -14,8 +14,8 @@ import torch
 
 from outrider.verifier_service.model.weights import TensorSource, WeightError
 
-# of a matrix's root mean square, from one update to the next, either way; training moves it by a percent. Of matrices of
-# 0.3 or less, bfloat16 read as float16 has five times as much or more, and float16 as bfloat16 a hundredth
+# of a matrix's root mean square, from one update to the next, either way; training moves it by a percent. Of matrices
+# of 0.3 or less, bfloat16 read as float16 has five times as much or more, and float16 as bfloat16 a hundredth
 MAX_FACTOR = 4.0
 PART = 1 << 22  # numbers that are squared at a time
 
@@ -83,5 +83,5 @@ def _unsent(tensor: torch.Tensor) -> str:
 def _digest(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous()
     found = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
-    found.update(plain.flatten().view(torch.uint8).numpy())
+    found.update(plain.flatten().view(torch.uint8).numpy().data)
     return found.digest()

@@ -29,9 +29,7 @@ from outrider.verifier_service.messages.request import SpeculationPlan
 class Fleet:
     """Verifiers that the test answers for."""
 
-    def __init__(
-        self, *verifiers: Any, drafters: Sequence[Any] = (), trainers: TrainerLimits | None = None
-    ) -> None:
+    def __init__(self, *verifiers: Any, drafters: Sequence[Any] = (), trainers: TrainerLimits | None = None) -> None:
         self.calls: list[tuple[str, Control]] = []
         self.answers: dict[str, Any] = {}  # by endpoint: a `ControlResult`, or an error
         self.may_answer = asyncio.Event()

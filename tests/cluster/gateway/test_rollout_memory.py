@@ -208,7 +208,12 @@ def test_what_is_exported_is_what_was_there_when_it_was_asked_for():
 def test_bounds_and_books_hold_whatever_happens(seed: int):
     chance = random.Random(seed)
     bench = Bench(
-        num_versions=2, max_responses=3, max_keys=3, max_tokens=5 * MIN_COUNTED, max_drafter_responses=4, max_drafter_tokens=20
+        num_versions=2,
+        max_responses=3,
+        max_keys=3,
+        max_tokens=5 * MIN_COUNTED,
+        max_drafter_responses=4,
+        max_drafter_tokens=20,
     )
     for _ in range(40):
         tokens = [chance.randrange(9) for _ in range(chance.randrange(12))]

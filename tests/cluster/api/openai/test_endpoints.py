@@ -358,7 +358,9 @@ async def test_no_answer_has_a_log_probability_that_json_has_no_word_for(tokeniz
         assert "not a number" in whole.json()["error"]["message"]
         streamed = await client.post(path, json=body | logprobs | {"stream": True})
     assert "NaN" not in streamed.text
-    assert "not a number" in json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))["error"]["message"]
+    assert (
+        "not a number" in json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))["error"]["message"]
+    )
 
 
 async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):
