@@ -33,6 +33,7 @@ class Weights(Protocol):
     """The model's weights: see `RankWeights`. A change begins, and is finished between two later steps."""
 
     digest: str
+    missing: tuple[str, ...]  # what an update lacks that is half here
 
     @property
     def is_ready(self) -> bool: ...
@@ -140,8 +141,12 @@ class EngineControl:
         return refused + outputs
 
     def _continue(self, message: ContinueGeneration) -> list[RequestOutput]:
-        if self._num_missing:
-            self._answer(message.call_id, f"an update of the weights is half here: {self._num_missing} tensors missing")
+        if self._num_missing and self._weights is not None:
+            named = "".join(f", {name!r} among them" for name in self._weights.missing[:1])
+            self._answer(
+                message.call_id,
+                f"an update of the weights is half here: {self._num_missing} tensors are missing{named}",
+            )
             return []
         self._engine.is_paused = False
         self._answer(message.call_id)

@@ -73,6 +73,7 @@ class RankWeights:
         self._first = contextlib.ExitStack()  # holds the checkpoint that served first open, until an update succeeds
         self._first_source: TensorSource | None = None
         self._pending: _Pending | None = None
+        self.missing: tuple[str, ...] = ()  # what an update lacks that is half here
         self.digest = ""  # of the last update's tensors, in hex, on rank 0; "": none came
 
     def change(self, message: WeightChange) -> int:
@@ -209,8 +210,9 @@ class RankWeights:
             raise
         self._staged |= bucket
         self._checked |= checked
-        if pending.missing:
-            return len(pending.missing)
+        self.missing = pending.missing
+        if self.missing:
+            return len(self.missing)
         source = StateDictSource(self._staged)
         self._staged = {}
         self._copy(source)
@@ -231,7 +233,7 @@ class RankWeights:
             torch.cuda.empty_cache()  # what a layer was read into
 
     def _drop_staged(self) -> None:
-        self._staged, self._checked = {}, {}
+        self._staged, self._checked, self.missing = {}, {}, ()
 
     # --- groups ---
 

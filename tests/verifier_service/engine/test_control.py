@@ -42,7 +42,7 @@ class Played:
     """Weights whose changes are ready once they may be, and then made by `change`."""
 
     def __init__(self, change: Callable[[WeightChange], int], *, is_ready: bool = True) -> None:
-        self.digest = "d"
+        self.digest, self.missing = "d", ("w",)
         self.is_ready = is_ready
         self.begun: list[WeightChange] = []
         self.abandoned: list[WeightChange] = []
@@ -190,7 +190,7 @@ def test_a_half_streamed_update_is_not_gone_on_with():
         results = [call(loop, UpdateWeights(call_id=name, group_name="g", weight_version="v1")) for name in "xy"]
         assert [result.num_missing_tensors for result in results] == [7, 3]
         assert {result.weight_version for result in results} == {"default"}
-        assert "3 tensors missing" in str(call(loop, ContinueGeneration(call_id="no")).error)
+        assert "3 tensors are missing, 'w' among them" in str(call(loop, ContinueGeneration(call_id="no")).error)
         loop.say(make_request("a"))
         result = call(loop, UpdateWeights(call_id="z", group_name="g", weight_version="v1"))
         assert (result.num_missing_tensors, result.weight_version) == (0, "v1")

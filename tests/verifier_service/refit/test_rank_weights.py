@@ -261,8 +261,10 @@ def test_a_trainers_group_in_buckets(tmp_path: Path, is_flattened: bool) -> None
         for folder, logits, previous in ((new, wanted, before), (old, before, wanted)):
             first, second = halves(folder)
             assert weights.change(there.sends(folder, first, is_flattened=is_flattened)) == len(second)
+            assert set(weights.missing) == set(second)
             assert torch.equal(logits_of(runner), previous), "a half-streamed update touches nothing"
             assert weights.change(there.sends(folder, second, is_flattened=is_flattened)) == 0
+            assert weights.missing == ()
             assert torch.equal(logits_of(runner), logits)
         weights.change(DestroyWeightsGroup(call_id="end", group_name=there.joining.group_name))
     with pytest.raises(WeightError, match="there is no weights group"):
