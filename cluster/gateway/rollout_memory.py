@@ -166,6 +166,10 @@ class RolloutMemory:
         if verifier_id is not None and verifier_id in self._verifiers:
             self._verifiers[verifier_id].add(key, [one], self.limits)
 
+    def knows(self, weight_version: str) -> bool:
+        """Return whether responses of a version are kept: another one would be the newest, and end the oldest."""
+        return weight_version in self._versions
+
     def exported(self) -> Iterator[Exported]:
         """Return all responses of now, those of older versions first: recorded in this order, they export the same.
 

@@ -60,7 +60,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "in_place"},
     "/abort_request": {"rid": "a", "abort_all": False},
     "/abort_requests": {"request_ids": ["a"]},
-    "/v1/rollouts/history": {"history_key": "k", "responses": [[5, 6], [7]], "weight_version": "7"},
+    "/v1/rollouts/history": {
+        "history_key": "k",
+        "responses": [[5, 6], [7]],
+        "weight_version": "7",
+        "opens_version": True,
+    },
     "/v1/rollouts/reward": {"rewards": {"a": 1.0, "b": -2}},
     **{
         f"/v1/learner/{action.value}": {"pool": "drafters", **({"folder": "f"} if action in WITH_FOLDER else {})}

@@ -43,6 +43,9 @@ class HistoryBody(ModelBody):
     prompt_hash: str | None = None
     responses: Annotated[list[TokenIds], Field(fail_fast=True)]
     weight_version: str | None = None
+    opens_version: bool | None = (
+        None  # true: a version that is not known becomes the newest, as GET says of its first line
+    )
 
     @property
     def key(self) -> str:
@@ -103,15 +106,20 @@ def _take_in(body: object, gateway: Gateway, memory: RolloutMemory) -> int:
     key, version = history.key, history.weight_version
     is_name = version is None or len(version) <= MAX_LABEL_CHARS
     _require(is_name, "weight_version", f"at most {MAX_LABEL_CHARS} characters")
+    is_known = version is None or history.opens_version or memory.knows(version)
+    _require(is_known, "weight_version", "a known one, or come with opens_version true: then it is the newest")
     for response in history.responses:
         memory.record(key, response, version)
     return len(history.responses)
 
 
 def _lines(responses: Iterable[Exported]) -> Iterator[str]:
+    last = None
     for one in responses:
-        version = {} if one.weight_version is None else {"weight_version": one.weight_version}
-        yield json.dumps({**name_of(one.key), **version, "responses": [one.token_ids]}) + "\n"
+        version: dict[str, Any] = {} if one.weight_version is None else {"weight_version": one.weight_version}
+        opens = {"opens_version": True} if one.weight_version not in (None, last) else {}
+        last = one.weight_version
+        yield json.dumps({**name_of(one.key), **version, **opens, "responses": [one.token_ids]}) + "\n"
 
 
 def _has_lines(request: Request) -> bool:

@@ -47,6 +47,10 @@ class Door:
             return [(one.token_ids, one.age) for one in sample.request.history]
 
 
+def opening(version: str) -> dict[str, Any]:
+    return {"weight_version": version, "opens_version": True}
+
+
 @pytest.fixture
 async def door(tokenizer: Any) -> AsyncIterator[Door]:
     door = Door(tokenizer)
@@ -55,9 +59,9 @@ async def door(tokenizer: Any) -> AsyncIterator[Door]:
 
 
 async def test_what_is_given_goes_along_with_the_next_request_of_its_key(door: Door):
-    answer = await door.give(prompt_ids=[1, 2], responses=[[7, 8], [7, 9]], weight_version="1")
+    answer = await door.give(prompt_ids=[1, 2], responses=[[7, 8], [7, 9]], weight_version="1", opens_version=True)
     assert answer == {"object": "history", "num_responses": 2}
-    await door.give(history_key="k", responses=[[7, 10]], weight_version="2")
+    await door.give(history_key="k", responses=[[7, 10]], weight_version="2", opens_version=True)
     await door.give(prompt_hash=prompt_hash([1, 2]), responses=[[7, 11]])
     assert door.taken_along() == [((7, 8), 1), ((7, 9), 1), ((7, 11), 0)]
     assert door.taken_along(history_key="k") == [((7, 10), 0)]
@@ -83,17 +87,32 @@ async def test_each_key_has_histories_of_its_own_which_an_export_names(door: Doo
     assert (await door.client.get(PATH)).content == exported
 
 
+async def test_a_version_that_is_not_known_ends_no_other_by_mistake(door: Door):
+    for version in "1234":
+        await door.give(history_key="k", responses=[[7, int(version)]], **opening(version))
+    for version in ("5", "44", "", "1 "):
+        body = {"history_key": "k", "responses": [[7, 8]], "weight_version": version}
+        answer = await door.client.post(PATH, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight_version")
+    assert [one.token_ids for one in door.memory.exported()] == [[7, int(version)] for version in "1234"]
+    await door.give(history_key="k", responses=[[7, 9]], weight_version="2")
+    await door.give(history_key="k", responses=[[7, 5]], **opening("5"))
+    assert [one.token_ids[1] for one in door.memory.exported()] == [2, 9, 3, 4, 5]
+
+
 async def test_what_goes_out_comes_in_again(door: Door, tokenizer: Any):
     await door.give(prompt_ids=[1, 2], responses=[[3, 4]])
     for version in "123":
-        await door.give(prompt_ids=[1, 2], responses=[[7, 8, int(version)]], weight_version=version)
-        await door.give(history_key="größer", responses=[[7, 9], [7, 10]], weight_version=version)
+        await door.give(prompt_ids=[1, 2], responses=[[7, 8, int(version)]], **opening(version))
+        await door.give(history_key="größer", responses=[[7, 9], [7, 10]], **opening(version))
     exported = await door.client.get(PATH)
     assert exported.headers["content-type"].startswith("application/jsonl")
     lines = [json.loads(line) for line in exported.text.splitlines()]
     assert len(lines) == 10
     assert lines[0] == {"prompt_hash": prompt_hash([1, 2]), "responses": [[3, 4]]}
-    assert lines[1] == {"prompt_hash": prompt_hash([1, 2]), "weight_version": "1", "responses": [[7, 8, 1]]}
+    first = {"prompt_hash": prompt_hash([1, 2]), "weight_version": "1", "opens_version": True}
+    assert lines[1] == {**first, "responses": [[7, 8, 1]]}
+    assert [line["weight_version"] for line in lines if line.get("opens_version")] == ["1", "2", "3"]
     other = Door(tokenizer)
     async with other.client:
         answer = await other.client.post(PATH, content=exported.content, headers=LINES)
