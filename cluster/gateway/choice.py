@@ -152,6 +152,7 @@ class Choice:
     previous_s: float | None = None
     finish_reason: FinishReason | None = None
     num_completion_tokens: int = 0
+    tells_cached: bool = True  # False: the client is told of no prompt tokens in the prefix cache
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
