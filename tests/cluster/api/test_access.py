@@ -372,7 +372,7 @@ def no_engine(message: object) -> NoReturn:
 
 @contextlib.asynccontextmanager
 async def linking(links: LinkTls) -> AsyncIterator[grpc.aio.Channel]:
-    """Serve what verifiers, drafters, gateways and a pool's directory serve each other, in a service without rollouts."""
+    """Serve all that our own services serve each other, in a service without rollouts."""
     identity = DrafterIdentity(drafter_id="d", vocab_size=8, vocab_fingerprint="", max_draft_length=1, max_model_len=8)
     directory = DirectoryServicer(no_engine, no_engine)
     server = grpc.aio.server(interceptors=(*links.server_interceptors, MalformedCallInterceptor()))
