@@ -234,7 +234,7 @@ class Choice:
             chunk.usage = Usage(
                 num_prompt_tokens=len(self.message.prompt_token_ids),
                 num_completion_tokens=self.num_completion_tokens,
-                num_cached_tokens=self.num_cached_tokens,
+                num_cached_tokens=self.num_cached_tokens if self.tells_cached else 0,
             )
         return chunk
 

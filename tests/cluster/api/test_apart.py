@@ -7,7 +7,7 @@ how much of a guess was asked before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,10 +34,10 @@ class OneByOne:
     def __init__(self) -> None:
         self.engine = OfflineEngine(ServiceConfig(speculative_config={"method": "suffix", "location": "verifier"}))
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest, hear: Callable[[RequestOutput], None]) -> None:
         plan = SpeculationPlan(draft_length=4, is_pinned=True)
         for output in self.engine.generate([dataclasses.replace(request, plan=plan)]):
-            yield output
+            hear(output)
 
 
 def application(backend: OneByOne, *, shares: bool = False) -> ApiKeyMiddleware:

@@ -79,8 +79,10 @@ def test_some_keys_are_an_admins(tmp_path: Path):
     assert ranks == dict.fromkeys(ranks, True)
     assert not any(keys.is_admin([("x-api-key", name)]) for name in ("plain", "plain-too", "unknown"))
     assert not keys.is_admin([])
-    assert keys.admit([("x-api-key", "third")]) is KeyPolicy.NEVER
-    assert keys.admit([("x-api-key", "first")]) is KeyPolicy.DEFAULT, "an admin's key opens what a plain one does"
+    assert keys.admit([("x-api-key", "third")]).policy is KeyPolicy.NEVER
+    assert keys.admit([("x-api-key", "first")]).policy is KeyPolicy.DEFAULT, (
+        "an admin's key opens what a plain one does"
+    )
     assert keys.has_admin
     assert not KEYS.has_admin
     twice = ApiKeys([hash_api_key("k"), f"{hash_api_key('k')}:admin"])

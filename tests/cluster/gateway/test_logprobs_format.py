@@ -78,7 +78,7 @@ def test_what_is_not_a_number_is_an_error_in_every_shape(tokenizer):
             lambda one: completion_logprobs(
                 [ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=0
             ),
-            lambda one: chat_logprobs([one], codec, num_top=1),
+            lambda one: chat_logprobs([ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=0),
             lambda one: prompt_logprobs([one], codec, num_top=1),
         ):
             with pytest.raises(RequestFailed, match="not a number"):

@@ -18,6 +18,7 @@ from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.rollouts.history import PATH, add_history_routes
+from outrider.cluster.common.security import LinkTls
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.cluster.peers import others as others_module
@@ -67,6 +68,7 @@ class PlayedGateway:
         self.server, self.endpoint = await open_port(
             "127.0.0.1",
             lambda server: link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkServicer(answers), server),
+            LinkTls(),
         )
 
     async def meet(self, registry: Registry, *, now_s: float = 0.0, wants_history: bool = True) -> bool:
