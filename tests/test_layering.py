@@ -79,7 +79,8 @@ ROOMS = {
     "cluster/peers": "common gateway proto verifier_service/messages verifier_service/links",
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
-    "cluster/api/openai": "common gateway replies web verifier_service/messages",
+    "cluster/api/anthropic": "common gateway replies",
+    "cluster/api/openai": "common gateway replies web api/anthropic verifier_service/messages",
     "cluster/api/rollouts": "common gateway peers api/openai verifier_service/messages",
     "cluster/api": "common gateway peers web api/openai proto verifier_service/messages drafter_service/learning",
     "cluster/vllm_engine": (

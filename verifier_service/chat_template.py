@@ -1,5 +1,10 @@
-"""Render chats, with the arguments of tool calls in the form that the model's template expects: mapping or JSON text.
+"""Render chats as the model's template expects them: system texts in one message at the beginning, calls in its form.
 
+OpenAI's `developer` is `system` to templates that do not name it, which would leave such a message out without a word.
+System texts that begin a chat become one; where the template fails, all of them do, then the first user's message has
+them. Agents send several, and templates may raise at a second one, at a late one or at any.
+
+The arguments of tool calls are a mapping or JSON text.
 HTTP clients send text, Python programs may pass a mapping. Most templates want a mapping: they iterate over it, or
 print it with `tojson`, which would quote text twice. Others concatenate text, and fail with a mapping or print Python's
 `{'a': 1}`. A trial chat with one tool call, rendered once per template, tells which form it wants.
@@ -8,10 +13,12 @@ print it with `tojson`, which would quote text twice. Others concatenate text, a
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+DEVELOPER = "developer"
 MAX_TEMPLATES = 16  # cached trial results; a model has one or two templates, a program may pass its own
 _ARGUMENTS = {"of_probe": "value"}
 _CALL_ID = "abcdef123"  # Mistral's templates require nine letters and digits
@@ -47,10 +54,24 @@ class ChatWriter:
 
         Raises `ArgumentsError` if arguments cannot be converted to the template's form, and the template's errors.
         """
-        if any(_calls_of(message) for message in messages):
+        template = None
+        if any(_role_of(message) == DEVELOPER or _calls_of(message) for message in messages):
             template = self._tokenizer.get_chat_template(fields.get("chat_template"), fields.get("tools"))
+        if template is not None and DEVELOPER not in template:
+            messages = [{**m, "role": "system"} if _role_of(m) == DEVELOPER else m for m in messages]
+        if any(_calls_of(message) for message in messages):
+            assert template is not None
             messages = [_in_form(message, is_text=self._takes_text(template)) for message in messages]
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **fields))
+        messages = with_one_beginning(messages)
+        errors: list[Exception] = []
+        for form in (messages, with_systems_first(messages), with_systems_as_users(messages)):
+            if form is None:
+                continue
+            try:
+                return str(self._tokenizer.apply_chat_template(list(form), tokenize=False, **fields))
+            except Exception as error:  # a template may raise anything
+                errors.append(error)
+        raise errors[0]
 
     def _try_template(self, template: str) -> bool:
         """Return whether a template wants arguments as text; False if it accepts both or renders none."""
@@ -74,6 +95,41 @@ class ChatWriter:
             )
         except Exception:  # any error of a template; the user's own chat will raise it again
             return None
+
+
+def with_one_beginning(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return a chat whose first system messages are one."""
+    num = sum(1 for _ in itertools.takewhile(_is_system, messages))
+    return messages if num < 2 else [_joined(messages[:num]), *messages[num:]]
+
+
+def with_systems_first(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]] | None:
+    """Return a chat whose system messages are one at its beginning; None: it is so already."""
+    systems = [message for message in messages if _is_system(message)]
+    others = [message for message in messages if not _is_system(message)]
+    return [_joined(systems), *others] if systems and systems != [messages[0]] else None
+
+
+def with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]] | None:
+    """Return a chat without system messages, whose texts begin its first user's; None: there is no place for them."""
+    systems = [message for message in messages if _is_system(message)]
+    others = [message for message in messages if not _is_system(message)]
+    if not (systems and others and _role_of(others[0]) == "user" and isinstance(others[0].get("content"), str)):
+        return None
+    return [{**others[0], "content": _joined([*systems, others[0]])["content"]}, *others[1:]]
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return messages as one, with the first one's other fields."""
+    return {**messages[0], "content": "\n\n".join(message["content"] for message in messages if message["content"])}
+
+
+def _is_system(message: Any) -> bool:
+    return _role_of(message) == "system" and isinstance(message.get("content"), str)
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _calls_of(message: Mapping[str, Any]) -> list[Any]:

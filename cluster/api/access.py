@@ -23,6 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics", *WEB_FILES})
 CLIENT_PATHS = frozenset(
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{response_id}"),
         *("/load", "/version", "/openapi.json", "/v1/learner"),
         # of trainers: samples, and what a trainer asks before it does something

@@ -44,7 +44,7 @@ class ApiKeyMiddleware:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
-                await error_response(refusal)(scope, receive, send)
+                await error_response(refusal, path)(scope, receive, send)
             return
         token = shown_key.set(key)
         try:

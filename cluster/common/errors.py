@@ -4,6 +4,7 @@ OutriderError                      500  INTERNAL
 ├── InvalidRequest(field)          400  INVALID_ARGUMENT    the client must change something
 │   ├── ModelNotFound              404  NOT_FOUND
 │   ├── ResponseNotFound           404  NOT_FOUND
+│   ├── ContextTooLong             400  INVALID_ARGUMENT    agents shorten their history
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
 │   ├── BodyTooSlow                408  INVALID_ARGUMENT
 │   └── NotJson                    415  INVALID_ARGUMENT
@@ -45,10 +46,21 @@ class ModelNotFound(InvalidRequest):
 
 
 class ResponseNotFound(InvalidRequest):
-    """The request names a response that is not stored here."""
+    """The request names a response, or an item of one, that is not stored here."""
 
     def __init__(self, response_id: str, field: str | None = None) -> None:
-        super().__init__(f"the response {response_id!r} is not stored here", field)
+        super().__init__(f"{response_id!r} is not stored here", field)
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt and one token of output do not fit the model; agents look for these words."""
+
+    def __init__(self, max_model_len: int, found: str, field: str) -> None:
+        super().__init__(
+            f"{field}: this model's maximum context length is {max_model_len} tokens, with at least one of output; "
+            f"the prompt has {found}",
+            field,
+        )
 
 
 class BodyTooLarge(InvalidRequest):
@@ -117,6 +129,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.NOT_FOUND,
         openai_type="invalid_request_error",
         openai_code="response_not_found",
+    ),
+    ContextTooLong: ErrorMapping(
+        http_status=400,
+        grpc_status=grpc.StatusCode.INVALID_ARGUMENT,
+        openai_type="invalid_request_error",
+        openai_code="context_length_exceeded",
     ),
     BodyTooLarge: ErrorMapping(
         http_status=413,

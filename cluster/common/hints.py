@@ -10,6 +10,7 @@ import click
 from outrider.verifier_service.messages.lossy import refusal_of
 
 MAX_NAME_CHARS = 64  # a longer name is no typo, and comparing it takes long
+MISSPELT_RATIO = 0.8  # of common characters: temprature is meant to be temperature, reasoning_details is not a typo
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -21,6 +22,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f": {reason}"
     close = difflib.get_close_matches(name[:MAX_NAME_CHARS].replace("-", "_"), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """Return what `did_you_mean` does, but nothing unless the name is all but equal to a known one."""
+    known = list(known)
+    close = difflib.get_close_matches(name[:MAX_NAME_CHARS].replace("-", "_"), known, n=1, cutoff=MISSPELT_RATIO)
+    return did_you_mean(name, close) if close or refusal_of(name[:MAX_NAME_CHARS]) is not None else ""
 
 
 class ExplainingCommand(click.Command):

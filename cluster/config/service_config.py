@@ -21,7 +21,8 @@ from outrider.cluster.router.fleet import VerifierRole
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.drafter_service.service.speculative_config import Method
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode, require_lossless
+from outrider.verifier_service.messages.lossy import require_lossless
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
 
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server

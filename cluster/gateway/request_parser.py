@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
-from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.lossy import acceptance_rule
+from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
     MAX_PRIORITY,
     MAX_TARGET_INTER_TOKEN_MS,
@@ -24,11 +24,11 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SamplingParams,
     StructuredOutput,
-    require_lossless,
 )
+from outrider.verifier_service.messages.thought import Thought
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
-MAX_STOP_STRINGS = 4  # as OpenAI
+MAX_STOP_STRINGS = 16  # OpenAI has 4; agents and evaluations bring more
 MAX_STOP_STRING_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LABEL_CHARS = 256  # of a session id or cache salt
@@ -47,6 +47,7 @@ _SAMPLING_FIELDS = (  # of RequestInput and of SamplingParams, unchanged
     "ignore_eos",
     "logprobs",
     "structured",
+    "thought",
 )
 
 
@@ -98,6 +99,7 @@ class RequestInput:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -110,6 +112,7 @@ class RequestInput:
     num_speculative_tokens: int | None = None  # a cap; 0: off
     rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
+    thought: Thought | None = None  # which `structured` follows
     warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
     priority: int | None = None
     target_inter_token_ms: float | None = None
@@ -199,6 +202,7 @@ class RequestParser:
         _require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
         stop = _stop_strings(request.stop)
         prompt_token_ids = await self._prompt_token_ids(request)
+        num_free_tokens = self.model.max_model_len - len(prompt_token_ids)
         return ValidRequest(
             request_id=_request_id(request.request_id),
             prompt_token_ids=prompt_token_ids,
@@ -207,7 +211,7 @@ class RequestParser:
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             is_new_text=request.is_new_text,
-            sampling=await self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
+            sampling=await self._sampling(request, num_free_tokens),
             num_prompt_logprobs=request.prompt_logprobs,
             echo=await self._echo(request, prompt_token_ids) if request.echo else (),
             is_prompt_only=request.max_tokens == 0,
@@ -221,7 +225,7 @@ class RequestParser:
             may_learn=is_kept and self.model.learns and self._is_open(request, key.policy),
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
-            warnings=request.warnings,
+            warnings=_warnings(request, num_free_tokens),
             kv_transfer=self._kv_transfer(request, num_choices),
         )
 
@@ -255,27 +259,21 @@ class RequestParser:
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
         if not request.prediction:
             return ()
-        self._require_short(request.prediction, "prediction")
+        is_long = self.text.is_longer_than(request.prediction, self.model.max_model_len)
+        _require(not is_long, "prediction", f"at most what {self.model.max_model_len} tokens can have")
         return (await self.text.encode(request.prediction, add_special_tokens=False))[: self.model.max_model_len]
-
-    def _require_short(self, text: str, field: str) -> None:
-        """Raise `InvalidRequest` if the length of a text alone proves that its tokens exceed the context."""
-        limit = self.model.max_model_len
-        if self.text.is_longer_than(text, limit):
-            raise InvalidRequest(f"{field} has {len(text)} characters; {limit} tokens have fewer", field)
 
     async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
         field, limit = request.prompt_field, self.model.max_model_len
         if isinstance(request.prompt, str):
-            self._require_short(request.prompt, field)
+            if self.text.is_longer_than(request.prompt, limit):
+                raise ContextTooLong(limit, f"{len(request.prompt)} characters, more than these can have", field)
             ids = await self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:
             ids = tuple(request.prompt)
         _require(bool(ids), field, "at least one token: it is empty, and the tokenizer adds none")
         if len(ids) >= limit:
-            raise InvalidRequest(
-                f"{field} has {len(ids)} tokens; with at least one of output they must fit in {limit}", field
-            )
+            raise ContextTooLong(limit, f"{len(ids)} tokens", field)
         self.require_in_vocabulary(ids, field)
         return ids
 
@@ -297,6 +295,9 @@ class RequestParser:
         stop_token_ids = tuple(request.stop_token_ids or ())
         _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
+        allowed = request.allowed_token_ids
+        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "one token at least")
+        self.require_in_vocabulary(allowed or (), "allowed_token_ids")
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
         acceptance = self._acceptance(request.rejection_sample_method)
@@ -319,6 +320,7 @@ class RequestParser:
                 bad_words=bad_words,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
+                allowed_token_ids=tuple(allowed or ()),
                 logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
                 **set_fields,
             )
@@ -365,15 +367,21 @@ class RequestParser:
 
 
 def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:
-    """Return the output's limit: a default is clamped to the free tokens, an explicit value above them is refused."""
+    """Return the output's limit, at most the free tokens: agents ask for the most that any model has."""
     if request.max_tokens is None:
         default = request.default_max_tokens
         return num_free_tokens if default is None else min(default, num_free_tokens)
-    field = request.max_tokens_field
     smallest = 0 if request.echo else 1
-    _require(request.max_tokens >= smallest, field, f"at least {smallest}")
-    _require(request.max_tokens <= num_free_tokens, field, f"at most {num_free_tokens} after this prompt")
-    return max(1, request.max_tokens)
+    _require(request.max_tokens >= smallest, request.max_tokens_field, f"at least {smallest}")
+    return max(1, min(request.max_tokens, num_free_tokens))
+
+
+def _warnings(request: RequestInput, num_free_tokens: int) -> tuple[str, ...]:
+    """Return the request's warnings, and one if its output's limit is above the free tokens."""
+    if request.max_tokens is None or request.max_tokens <= num_free_tokens:
+        return request.warnings
+    told = f"{request.max_tokens_field}: the context has room for {num_free_tokens} tokens after this prompt"
+    return (*request.warnings, told)
 
 
 def _num_prompt_logprobs(request: RequestInput) -> int | None:

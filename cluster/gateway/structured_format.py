@@ -11,20 +11,22 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import check_structured, warning_of
+from outrider.verifier_service.messages.structured_output import check_structured, fitted_schema, warning_of
 
 OPENAI_FIELDS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+MAX_OWN_GRAMMAR_CHARS = 1 << 14  # of a client's regular expression or grammar: reading some takes quadratic time
 _GUIDED_KINDS = {
     "guided_json": StructuredKind.JSON_SCHEMA,
     "guided_regex": StructuredKind.REGEX,
@@ -86,7 +88,19 @@ def structure_of(kind: StructuredKind, value: Any, field: str, *, is_strict: boo
         value = json.dumps(value, ensure_ascii=False)
     expectation = "an object or a string" if kind is StructuredKind.JSON_SCHEMA else "a string"
     _require(isinstance(value, str), field, expectation)
-    return _named(field, lambda: StructuredOutput(kind=kind, text=value, is_strict=is_strict))
+    if kind is StructuredKind.JSON_SCHEMA:
+        return _of_schema(value, field, is_strict=is_strict)
+    _require(len(value) <= MAX_OWN_GRAMMAR_CHARS, field, f"at most {MAX_OWN_GRAMMAR_CHARS} characters")
+    return _named(field, lambda: StructuredOutput(kind=kind, text=value))
+
+
+def _of_schema(text: str, field: str, *, is_strict: bool) -> NamedStructure:
+    """Read a schema, without what no grammar can hold."""
+    with _naming(field):
+        StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=text)  # its length is checked first
+        held, names = fitted_schema(text, is_strict=is_strict)
+        output = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=held, is_strict=is_strict)
+    return NamedStructure(output=output, field=field, warnings=(warning_of(field, names),) if names else ())
 
 
 def _of_response_format(value: Any) -> NamedStructure | None:
@@ -125,12 +139,19 @@ def _of_structured_outputs(value: Any) -> NamedStructure | None:
 
 
 def _named(field: str, make: Callable[[], StructuredOutput]) -> NamedStructure:
-    try:
+    with _naming(field):
         output = make()
         names = check_structured(output)
+    return NamedStructure(output=output, field=field, warnings=(warning_of(field, names),) if names else ())
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Name the client's field in errors."""
+    try:
+        yield
     except ValueError as error:
         raise InvalidRequest(f"{field}{str(error).removeprefix('structured')}", field) from error
-    return NamedStructure(output=output, field=field, warnings=(warning_of(field, names),) if names else ())
 
 
 def _require(condition: bool, field: str, expectation: str) -> None:

@@ -19,7 +19,8 @@ from outrider.cluster.offline.outputs import (
     logprobs_by_id,
     prompt_logprobs_by_id,
 )
-from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.cluster.offline.sampling_params import SamplingParams, structure_warnings
+from outrider.verifier_service.messages.lossy import require_lossless
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     FinishReason,
@@ -27,12 +28,9 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SpeculationMetrics,
     SpeculationPlan,
-    StructuredOutput,
-    require_lossless,
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
-from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 ItemT = TypeVar("ItemT")
 
@@ -154,7 +152,7 @@ class PromptRun:
             logprobs_mode=context.logprobs_mode,
             bad_words=context.codec.word_sequences_now(sampling.bad_words or ()),
         )
-        self._warnings = _warnings(engine_sampling.structured)
+        self._warnings = structure_warnings(sampling.structured_outputs)
         self.requests = [
             GenerationRequest(
                 request_id=f"{request_id}-{index}",
@@ -260,14 +258,3 @@ class PromptRun:
 
 def _column(steps: Iterable[tuple[ItemT, ...]]) -> tuple[ItemT, ...]:
     return tuple(itertools.chain.from_iterable(steps))
-
-
-def _warnings(structured: StructuredOutput | None) -> list[str]:
-    """Return warnings of constraints that the grammar does not enforce; the engine refuses an invalid structure."""
-    if structured is None:
-        return []
-    try:
-        names = check_structured(structured)
-    except ValueError:
-        return []
-    return [warning_of("structured_outputs", names)] if names else []

@@ -8,13 +8,15 @@ from typing import Any
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
-from outrider.cluster.gateway.structured_format import openai_structure
+from outrider.cluster.gateway.structured_format import NamedStructure, openai_structure
 from outrider.verifier_service.messages.draft import require
 from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, LogprobsMode, StructuredOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
+from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 MAX_TOKEN_ID = (1 << 31) - 1
 ANY_LENGTH = 1 << 31  # of an unknown model
+_FIELD = "structured_outputs"
 _WHOLE = ("n", "top_k", "min_tokens", "choice_index")
 _WHOLE_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens")
 _NUMBERS = (
@@ -134,11 +136,27 @@ class SamplingParams:
 def _structured(value: Mapping[str, Any] | StructuredOutput | None) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
+    named = _named(value)
+    return None if named is None else named.output
+
+
+def _named(value: Mapping[str, Any]) -> NamedStructure | None:
     try:
-        named = openai_structure({"structured_outputs": value})
+        return openai_structure({_FIELD: value})
     except InvalidRequest as error:
         raise ValueError(str(error)) from error
-    return None if named is None else named.output
+
+
+def structure_warnings(value: Mapping[str, Any] | StructuredOutput | None) -> list[str]:
+    """Return warnings of constraints that the grammar does not enforce; the engine refuses an invalid structure."""
+    if isinstance(value, Mapping):
+        named = _named(value)
+        return [] if named is None else [_FIELD + text.removeprefix(named.field) for text in named.warnings]
+    try:
+        names = () if value is None else check_structured(value)
+    except ValueError:
+        return []
+    return [warning_of(_FIELD, names)] if names else []
 
 
 def _is_whole(value: Any) -> bool:

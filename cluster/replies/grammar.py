@@ -6,17 +6,28 @@ grammar, and special tokens are given by id.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from outrider.cluster.replies.families import NAME, WrittenCalls
 from outrider.cluster.replies.parameters import Schema, branches, parameter_schemas, plain_strings
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.replies.tools import Tool, ToolUse
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LARK_MARK, check_structured, embedded_schema, invalid
+from outrider.verifier_service.messages.structured_output import (
+    LARK_MARK,
+    check_structured,
+    embedded_schema,
+    fitted_schema,
+    invalid,
+    reason_of,
+)
 
+_TAG_NAME = re.compile(r"[^>\n]+")
 _TAG_END = json.dumps("\n</parameter>\n")
 MAX_CALLS = 16  # in one answer that must call: small models never stop
 
@@ -53,14 +64,91 @@ def calls_structure(
     return _grammar([start, opened, r"TEXT: /(.|\n)*/", *thoughts, *calls])
 
 
-def left_out_of_calls(use: ToolUse) -> tuple[str, ...]:
-    """Return the constraints of the parameters that the grammar does not enforce."""
-    return tuple(dict.fromkeys(name for tool in use.callable_tools for name in check_structured(_form_of(tool))))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCalls:
+    """What the calls of an answer are held to."""
+
+    use: ToolUse  # with schemas as far as they are held, by which calls are read
+    structured: StructuredOutput | None = None  # None: nothing holds them
+    left_out: tuple[str, ...] = ()  # constraints of the tools' schemas
 
 
-def _form_of(tool: Tool) -> StructuredOutput:
-    text = json.dumps(tool.parameters)
-    return StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=text, is_strict=tool.is_strict)
+def held_calls(
+    use: ToolUse, syntax: ReplySyntax, special_ids: Mapping[str, int], instead: StructuredOutput | None = None
+) -> HeldCalls:
+    """Return what an answer's calls are held to, and the constraints of tools' schemas that this leaves out.
+
+    Tools bring what no grammar can hold, and many tools more than one can: the largest schemas are left out first, down
+    to the parameters' names. Raises `ValueError` for tools that are strict, or that must be called.
+    """
+    written = syntax.forced_family.written
+    if use.need == "none" or (use.need == "auto" and (syntax.tool_family is None or not written.trigger)):
+        return HeldCalls(use=use)
+    fits = [_fitted_tool(tool, written) for tool in use.callable_tools]
+    tools, names = [tool for tool, _ in fits], tuple(dict.fromkeys(name for _, left_out in fits for name in left_out))
+    loose = sorted((tool for tool in tools if not tool.is_strict), key=lambda tool: -len(str(tool.parameters)))
+
+    def without(num_loose: int) -> StructuredOutput | ValueError | None:
+        """Return the structure without the largest schemas, or why there is none."""
+        left_out = {tool.name for tool in loose[:num_loose]}
+        held = tuple(_with_names_alone(tool) if tool.name in left_out else tool for tool in tools)
+        try:
+            structured = calls_structure(dataclasses.replace(use, tools=held), syntax, special_ids, instead)
+            if structured is not None:
+                check_structured(structured)
+        except ValueError as error:
+            return error
+        return structured
+
+    found = without(0)
+    num_loose = 0
+    if isinstance(found, ValueError):
+        num_loose = (
+            bisect.bisect_left(
+                range(1, len(loose) + 1), True, key=lambda number: not isinstance(without(number), ValueError)
+            )
+            + 1
+        )
+        found = without(num_loose)
+    if not isinstance(found, ValueError):
+        left_out = (*names, *(f"all of {tool.name}" for tool in loose[:num_loose]))
+        return HeldCalls(use=dataclasses.replace(use, tools=tuple(tools)), structured=found, left_out=left_out)
+    if use.need == "required" or len(loose) < len(tools):
+        raise found
+    return HeldCalls(use=use, left_out=("all of the tools",))
+
+
+def _fitted_tool(tool: Tool, written: WrittenCalls) -> tuple[Tool, tuple[str, ...]]:
+    """Return a tool whose schema a grammar can hold, and what was left out for it; raises `ValueError` if strict."""
+    try:
+        text, left_out = fitted_schema(json.dumps(tool.parameters), is_strict=tool.is_strict)
+    except ValueError as error:
+        if not tool.is_strict:
+            return _with_names_alone(tool), (f"all of {tool.name}",)
+        raise invalid(StructuredKind.JSON_SCHEMA, f"{tool.name}: {reason_of(error)}") from error
+    fitted = dataclasses.replace(tool, parameters=json.loads(text))
+    names = [name.replace(" of /", f" of {tool.name}/", 1) for name in left_out]
+    unfit = [key for key in parameter_schemas(fitted) if written.has_tags and not _TAG_NAME.fullmatch(key)]
+    if unfit and not tool.is_strict:
+        fitted = _without(fitted, unfit)
+        names += [f"{tool.name}/properties/{key}" for key in unfit]
+    return fitted, tuple(names)
+
+
+def _without(tool: Tool, names: Collection[str]) -> Tool:
+    """Return a tool without some of its parameters."""
+    properties = {key: part for key, part in (tool.parameters.get("properties") or {}).items() if key not in names}
+    required = [key for key in tool.parameters.get("required", ()) if key not in names]
+    return dataclasses.replace(tool, parameters={**tool.parameters, "properties": properties, "required": required})
+
+
+def _with_names_alone(tool: Tool) -> Tool:
+    """Return a tool whose parameters may have any value."""
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    names = list(properties) if isinstance(properties, dict) else []
+    needed = [name for name in required if name in names] if isinstance(required, list) else []
+    parameters = {"type": "object", "properties": dict.fromkeys(names, True), "required": needed}
+    return dataclasses.replace(tool, parameters=parameters)
 
 
 def _grammar(rules: Sequence[str]) -> StructuredOutput:
@@ -102,7 +190,6 @@ class _Writer:
         end = self.literal(self._written.end)
         if self._written.is_json:
             return [f"{name}: {begin} %json {embedded_schema(tool.parameters, is_strict=tool.is_strict)} {end}"]
-        check_structured(_form_of(tool))
         arguments = (_keywords if self._written.has_keywords else _tags)(f"{name}_arguments", tool)
         return [f"{name}: {begin} {name}_arguments {end}", *arguments]
 
@@ -135,7 +222,7 @@ def _tags(name: str, tool: Tool) -> list[str]:
     sequence = ['""']
     rules = []
     for index, (key, schema) in enumerate(parameter_schemas(tool).items()):
-        if not re.fullmatch(r"[^>\n]+", key):
+        if not _TAG_NAME.fullmatch(key):
             raise invalid(StructuredKind.JSON_SCHEMA, f"a parameter's name cannot stand in a tag: {key!r}")
         tag = f"{name}_{index}"
         sequence.append(tag if key in tool.parameters.get("required", ()) else f"{tag}?")

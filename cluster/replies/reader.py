@@ -6,6 +6,9 @@ No text is lost: from the first call that is not in its family's form, the rest 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import enum
+import functools
 import json
 import logging
 import re
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONTENT = "content"
 STREAMED = "streamed_calls"  # the field of constrained calls
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in response templates
+# of parsers and of what walks their results: MemoryError is how Python's own tells of deep nesting
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -44,6 +49,14 @@ class ReplyPart:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+
+class Thinking(enum.Enum):
+    """Whether an answer begins with a thought."""
+
+    OPEN = "open"  # it begins within one
+    POSSIBLE = "possible"  # it may open one
+    OVER = "over"  # it has none: what looks like one is text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,51 +87,97 @@ class ReplySyntax:
     @property
     def thought_marks(self) -> tuple[str, ...]:
         """The marks before and after reasoning."""
+        if self.response_template is not None:
+            fields = self.response_template.get("fields") or {}
+            field: Mapping[str, Any] = next((fields[name] for name in REASONING if name in fields), {})
+            marks = [mark for mark in (field.get("open"), field.get("close")) if isinstance(mark, str)]
+            return tuple(marks) if len(marks) == 2 else ()
         if self.reasoning_parser is None:
             return ()
         family = REASONING_FAMILIES[self.reasoning_parser]
         return (family.opening, family.closing)
 
-    def reader(self, prompt: str, use: ToolUse, *, is_constrained: bool) -> ReplyReader | None:
+    def thinking(self, prompt: str, said: str, *, begun: str = "", has_form: bool = False) -> Thinking:
+        """Return whether an answer begins within a thought.
+
+        `said` is the last message's text, behind which the prompt says how the answer begins; `begun` is what a
+        continued message has said so far. `has_form`: the answer must have a form, which a model that has not been told
+        to think may begin at once.
+        """
+        if not self.thought_marks:
+            return Thinking.OVER
+        opening, closing = self.thought_marks
+        end = prompt.rstrip()
+        place = prompt.rfind(said.strip()) if said.strip() else -1
+        tail = begun if begun or place < 0 else prompt[place + len(said.strip()) :]
+        if end.endswith(opening) or tail.rfind(opening) > tail.rfind(closing):
+            return Thinking.OPEN
+        if end.endswith(closing) or closing in tail or begun.strip():
+            return Thinking.OVER
+        is_begun = self.reasoning_parser is not None and REASONING_FAMILIES[self.reasoning_parser].is_begun
+        return Thinking.OPEN if is_begun and self.response_template is None and not has_form else Thinking.POSSIBLE
+
+    def reader(
+        self,
+        prompt: str,
+        use: ToolUse,
+        *,
+        is_constrained: bool,
+        thinking: Thinking | None = None,
+        shows_reasoning: bool = True,
+    ) -> ReplyReader | None:
         """Return the reader of an answer to this prompt; None: all of it is content.
 
-        `is_constrained`: a grammar guarantees the form of calls, so that they can be streamed.
+        `is_constrained`: a grammar guarantees the form of calls, so that they can be streamed. Without `thinking`, the
+        prompt's end says it. Calls of tools that may not be called are read and not shown.
         """
-        if use.need == "required":  # the grammar allows no reasoning
-            return self._reader({}, "", self.forced_family, use, is_constrained=is_constrained)
-        if self.response_template is not None:
-            return ReplyReader(dict(self.response_template), prompt, use.callable_tools)
+        make = functools.partial(ReplyReader, shows_calls=use.need != "none", shows_reasoning=shows_reasoning)
+        if self.response_template is not None and use.need != "required":
+            tools = use.tools if use.need == "none" else use.callable_tools
+            return make(dict(self.response_template), prompt, tools)
+        thinking = self.thinking(prompt, "") if thinking is None else thinking
         fields: dict[str, Any] = {}
-        prefix = ""
-        if self.reasoning_parser is not None:
-            family = REASONING_FAMILIES[self.reasoning_parser]
-            marks = {"open": family.opening, "close": family.closing}
-            fields[REASONING[0]] = {**marks, "content_args": {"strip": False}}
-            if family.is_begun or prompt.rstrip().endswith(family.opening):
-                prefix = family.opening
-        return self._reader(
-            fields, prefix, self.tool_family if use.callable_tools else None, use, is_constrained=is_constrained
-        )
-
-    @staticmethod
-    def _reader(
-        fields: Mapping[str, Any], prefix: str, family: ToolFamily | None, use: ToolUse, *, is_constrained: bool
-    ) -> ReplyReader | None:
-        tools = use.callable_tools
+        prefix, start = "", r"\A"
+        if thinking is not Thinking.OVER:
+            opening, closing = self.thought_marks
+            opened, start = rf"\A\s*{re.escape(opening)}", rf"(?:\A|(?<={re.escape(closing)}))"
+            if thinking is Thinking.OPEN:
+                prefix, make = opening, functools.partial(make, again=opening)
+            fields[REASONING[0]] = {"open_pattern": opened, "close": closing, "content_args": {"strip": False}}
+        family = self._read_family(use)
+        tools = use.callable_tools or use.tools
         if family is not None and is_constrained and family.written.is_json:
-            template = _template({**fields, STREAMED: _streamed_field(family.written)})
-            return ReplyReader(template, prefix, tools, StreamedCalls(family.written, tools))
+            template = _template({**fields, STREAMED: _streamed_field(family.written, start)})
+            return make(template, prefix, tools, StreamedCalls(family.written, tools))
         if family is not None:
-            fields = {**fields, **family.fields}
+            fields = {**fields, **_starting_at(start, family.fields)}
         has_tags = family is not None and family.written.has_tags
-        return ReplyReader(_template(fields), prefix, tools, has_tags=has_tags) if fields else None
+        return make(_template(fields), prefix, tools, has_tags=has_tags) if fields else None
+
+    def _read_family(self, use: ToolUse) -> ToolFamily | None:
+        """Return the family whose calls an answer may have; where none may, only what its mark tells from text."""
+        family = self.tool_family
+        if use.need == "required":
+            return self.forced_family
+        if use.callable_tools:
+            return family
+        return family if use.tools and family is not None and family.written.trigger else None
 
 
-def _streamed_field(written: WrittenCalls) -> dict[str, Any]:
-    """Return a field of all text after the calls' trigger; without one, of text that begins like a call."""
+def _starting_at(start: str, fields: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return fields whose calls may begin where `start` matches, if they may only begin an answer."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, field in fields.items():
+        pattern = field.get("open_pattern", "")
+        found[name] = {**field, "open_pattern": pattern.replace(r"\A", start, 1)} if pattern else dict(field)
+    return found
+
+
+def _streamed_field(written: WrittenCalls, start: str) -> dict[str, Any]:
+    """Return a field of all text after the calls' trigger; without one, of text at `start` that begins like a call."""
     if written.trigger:
         return {"open": written.trigger, "content": "text"}
-    return {"open_pattern": rf"\A(?={re.escape((written.before + written.begin)[0])})", "content": "text"}
+    return {"open_pattern": rf"{start}\s*(?={re.escape((written.before + written.begin)[0])})", "content": "text"}
 
 
 def _template(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,18 +196,24 @@ class ReplyReader:
         streamed: StreamedCalls | None = None,
         *,
         has_tags: bool = False,
+        shows_calls: bool = True,
+        shows_reasoning: bool = True,
+        again: str = "",
     ) -> None:
         """`prefix` is the beginning of the answer that the prompt contains; `streamed` reads the field `STREAMED`.
 
-        `has_tags`: arguments are tags, whose text is read by their schemas.
+        `has_tags`: arguments are tags, whose text is read by their schemas. `again`: the mark of a thought that the
+        prompt has opened; some models open it once more.
         """
+        self._again = again
+        self._shows_calls, self._shows_reasoning = shows_calls, shows_reasoning
         from transformers.utils.chat_parsing import (
             ResponseParser,  # imported late: it takes seconds, and most answers need none
         )
 
         self._parser = ResponseParser(template, prefix=prefix, tools=[tool.as_template_input() for tool in tools])
         self._streamed = streamed
-        self._schemas = {tool.name: parameter_schemas(tool) for tool in tools} if has_tags else {}
+        self._schemas = {tool.name: parameter_schemas(tool) for tool in tools} if has_tags and shows_calls else {}
         self._region: str | None = None
         for event in self._parser.initial_events:
             self._region = event["field"] if event["type"] != "region_close" else None
@@ -166,7 +231,11 @@ class ReplyReader:
             was_thinking = self._is_thinking
             said.append(self._feed(text))
             said.append(ReplyPart(num_reasoning_tokens=int(was_thinking or self._is_thinking)))
-        return joined([*said, self._finish()] if is_last else said)
+        part = joined([*said, self._finish()] if is_last else said)
+        if self._shows_calls and self._shows_reasoning:
+            return part
+        calls, reasoning = part.calls if self._shows_calls else (), part.reasoning if self._shows_reasoning else ""
+        return dataclasses.replace(part, calls=calls, reasoning=reasoning)
 
     @property
     def _is_thinking(self) -> bool:
@@ -197,7 +266,7 @@ class ReplyReader:
             for event in parse():
                 for part in self._parts_of(event):
                     said.append(part)
-        except (ValueError, KeyError) as error:  # the text is not in the template's form
+        except _UNREADABLE as error:  # the text is not in the template's form, or nested beyond what can be read
             logger.info("an answer is read no further: %s", error)
             self._is_broken = True
             self._region = CONTENT
@@ -228,6 +297,11 @@ class ReplyReader:
         text = self._blank + text
         if self._is_empty and (self._is_thinking or not self._is_first):
             text = text.lstrip()
+        if self._again and self._is_thinking and self._is_empty:
+            if self._again.startswith(text):
+                self._blank = text
+                return ReplyPart()
+            text, self._again = text.removeprefix(self._again).lstrip(), ""
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         self._is_empty = self._is_empty and not kept
@@ -251,7 +325,7 @@ class ReplyReader:
                 key: tagged_value(value, schemas[key]) if isinstance(value, str) and key in schemas else value
                 for key, value in arguments.items()
             }
-        return new_call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        return new_call(name, _arguments_text(arguments))
 
     def _streamed_calls(self, text: str) -> Iterator[ReplyPart]:
         assert self._streamed is not None
@@ -268,11 +342,27 @@ class ReplyReader:
         return ReplyPart(content=self._streamed.leftover if self.num_calls else self._pending)
 
 
+def _arguments_text(arguments: object) -> str:
+    """Return arguments as JSON; raises `ValueError` if they are no object of JSON, or no UTF-8."""
+    if isinstance(arguments, str):
+        given = arguments
+        arguments = json.loads(given) if given.strip() else {}
+    else:
+        given = ""
+    if arguments is None:  # some models write it for no arguments
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # half of a surrogate pair may have been escaped
+    return given if given.strip() else text
+
+
 def _pythonic_calls(text: str) -> list[dict[str, Any]]:
     """Read `[name(key=value, ...), ...]`; raises `ValueError`. Values are Python's literals or JSON's."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, RecursionError) as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not calls in Python: {error}") from error
     if not isinstance(tree, ast.List):
         raise ValueError("not a list of calls")

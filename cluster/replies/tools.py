@@ -13,8 +13,10 @@ from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as OpenAI, and dots, which some clients use
+MAX_NAME_CHARS = 128  # OpenAI has 64, Anthropic 128, and bridges put a server's name before a tool's
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}")  # as OpenAI, and dots, which some clients use
 
+_FUNCTION = "function"
 Need = Literal["none", "auto", "required"]
 
 
@@ -39,15 +41,22 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     need: Need = "none"
-    only: str | None = None  # the function that must be called
+    only: frozenset[str] | None = None  # the functions that may be called; None: all
     is_parallel: bool = True  # allow several calls in one answer
+    left_out: tuple[str, ...] = ()  # types of tools that are no functions
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user must know of tools that the model does not see."""
+        names = ", ".join(self.left_out)
+        return (f"tools: left out, since only functions are served here: {names}",) if names else ()
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the answer may call."""
         if self.need == "none":
             return ()
-        return tuple(tool for tool in self.tools if self.only in (None, tool.name))
+        return tuple(tool for tool in self.tools if self.only is None or tool.name in self.only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,59 +86,87 @@ def joined_calls(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def read_tool_use(tools: Sequence[object], choice: object, is_parallel: bool | None) -> ToolUse:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`; raises `InvalidRequest` naming the field."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`; raises `InvalidRequest` naming the field.
+
+    Tools that a server of another kind runs itself, such as a search, are left out.
+    """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be at most {MAX_TOOLS}", "tools")
-    read = tuple(_tool(index, tool) for index, tool in enumerate(tools))
+    kinds = [_kind(index, tool) for index, tool in enumerate(tools)]
+    read = tuple(_tool(index, tool) for index, tool in enumerate(tools) if kinds[index] == _FUNCTION)
     names = [tool.name for tool in read]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"tools: {twice!r} is there twice", "tools")
     need, only = _choice(choice, names)
-    return ToolUse(tools=read, need=need, only=only, is_parallel=is_parallel is not False)
+    left_out = tuple(dict.fromkeys(kind for kind in kinds if kind != _FUNCTION))
+    return ToolUse(tools=read, need=need, only=only, is_parallel=is_parallel is not False, left_out=left_out)
+
+
+def _kind(index: int, tool: object) -> str:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"tools[{index}] must be an object", "tools")
+    if not isinstance(kind := tool.get("type", _FUNCTION), str):
+        raise InvalidRequest(f"tools[{index}].type must be a string", "tools")
+    return kind
 
 
 def _tool(index: int, tool: object) -> Tool:
-    field_name = f"tools[{index}]"
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"{field_name} must be an object", "tools")
-    if tool.get("type", "function") != "function":
-        raise InvalidRequest(f"{field_name}.type must be function: {tool['type']!r} is not served here", "tools")
-    function = tool.get("function")
+    assert isinstance(tool, dict)
+    is_flat = "function" not in tool and "name" in tool  # the form of /v1/responses
+    field_name = f"tools[{index}]" if is_flat else f"tools[{index}].function"
+    function = tool if is_flat else tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{field_name}.function must be an object", "tools")
+        raise InvalidRequest(f"{field_name} must be an object", "tools")
     name, parameters, description = function.get("name"), function.get("parameters"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(f"{field_name}.function.name must be 1 to 64 letters, digits, _, . and -", "tools")
+        expected = f"1 to {MAX_NAME_CHARS} letters, digits, _, . and -"
+        raise InvalidRequest(f"{field_name}.name must be {expected}", "tools")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"{field_name}.function.parameters must be the JSON schema of an object", "tools")
+    if not isinstance(parameters, dict) or parameters.get("type") not in (None, "object", ["object"]):
+        raise InvalidRequest(f"{field_name}.parameters must be the JSON schema of an object", "tools")
     if not isinstance(description, str | None):
-        raise InvalidRequest(f"{field_name}.function.description must be a string", "tools")
+        raise InvalidRequest(f"{field_name}.description must be a string", "tools")
     if not isinstance(is_strict := function.get("strict"), bool | None):
-        raise InvalidRequest(f"{field_name}.function.strict must be a boolean", "tools")
-    schema = {"type": "object", **parameters}
+        raise InvalidRequest(f"{field_name}.strict must be a boolean", "tools")
+    schema = {"type": "object", **{key: value for key, value in parameters.items() if key != "type"}}
     return Tool(name=name, parameters=schema, description=description, is_strict=bool(is_strict))
 
 
-def _choice(choice: object, names: Sequence[str]) -> tuple[Need, str | None]:
+def _choice(choice: object, names: Sequence[str]) -> tuple[Need, frozenset[str] | None]:
     match choice:
-        case None:
+        case None | "auto":
             return ("auto" if names else "none"), None
         case "none":
             return "none", None
-        case "auto":
-            return ("auto" if names else "none"), None
         case "required":
             if not names:
                 raise InvalidRequest("tool_choice: required needs tools", "tool_choice")
             return "required", None
-        case {"type": "function", "function": {"name": str(name)}}:
-            if name not in names:
-                hint = did_you_mean(name, names)
-                raise InvalidRequest(f"tool_choice: there is no tool {name!r}{hint}", "tool_choice")
-            return "required", name
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return "required", _only([name], names)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
+            return mode, _only([_name_of(tool) for tool in allowed], names)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+            return mode, _only([_name_of(tool) for tool in allowed], names)
     raise InvalidRequest(
         'tool_choice must be none, auto, required or {"type": "function", "function": {"name": …}}', "tool_choice"
     )
+
+
+def _name_of(tool: object) -> str:
+    match tool:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return name
+    raise InvalidRequest("tool_choice: an allowed tool must be a function with a name", "tool_choice")
+
+
+def _only(allowed: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    for name in allowed:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise InvalidRequest(f"tool_choice: there is no tool {name!r}{hint}", "tool_choice")
+    if not allowed:
+        raise InvalidRequest("tool_choice: one tool at least must be allowed", "tool_choice")
+    return frozenset(allowed)

@@ -42,6 +42,8 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
         "prompt_logprobs": sampling.prompt_logprobs,
         "detokenize": False,  # the gateway does
     }
+    if sampling.allowed_token_ids:
+        arguments["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.logit_bias:
         arguments["logit_bias"] = {item.token_id: item.bias for item in sampling.logit_bias}
     if told := _told_to_plugin(request):
@@ -90,6 +92,11 @@ def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) ->
         raise ValueError(f"acceptance: vLLM verifies by the standard rule, not {sampling.acceptance.value}")
     if sampling.logprobs_mode is not LogprobsMode.RAW:
         raise ValueError(f"logprobs_mode: vLLM's are {LogprobsMode.RAW} here, not {sampling.logprobs_mode.value}")
+    if sampling.thought is not None and (sampling.structured is None or sampling.thought.max_tokens is not None):
+        raise ValueError("thinking_token_budget: vLLM's engine is told of none")
+    is_calls = sampling.structured is not None and sampling.structured.kind is StructuredKind.GRAMMAR
+    if sampling.thought is not None and sampling.thought.is_open and not is_calls:  # that grammar knows thoughts
+        raise ValueError("structured: vLLM's engine holds a form from the first token: this answer begins in a thought")
     if sampling.bad_words:
         raise ValueError("bad_words: vLLM takes none as tokens")
     if has_drafts and (sampling.min_p > 0.0 or sampling.logit_bias):

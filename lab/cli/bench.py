@@ -37,7 +37,8 @@ EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
-    *("acceptance", "adaptive", "ahead", "apart", "clients", "device", "drift", "exact", "experts", "far", "follow"),
+    *("acceptance", "adaptive", "agents", "ahead", "apart", "clients", "device", "drift", "exact", "experts", "far"),
+    "follow",
     *("invariance", "kv", "moves", "multi", "objectives", "poison", "policy", "pricing", "rollouts", "router", "step"),
     *("survival", "tidar", "turns", "updates", "usual", "vllm-pool"),
 )

@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from outrider.lab.gateway.played_spec import OnTime, PlayedSpec, Scripted
+from outrider.lab.gateway.played_spec import Asked, OnTime, PlayedSpec
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.loop import EngineLoop
@@ -27,6 +27,7 @@ from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.ranks import RankSpec, connect, keep_loaded
 from outrider.verifier_service.model.state_pool import StatePool
+from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.verification import DoneVerification
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
@@ -59,17 +60,17 @@ class TimedVoice:
 
 
 class ScriptedVoice:
-    """Says one sequence to each, in the order of their first tokens; see `Scripted`."""
+    """Says one sequence to each, which is chosen at its first token; see `Scripted` and `Asked`."""
 
-    def __init__(self, says: Scripted, eos_token_id: int) -> None:
-        self._turns = itertools.cycle(says.sequences)
+    def __init__(self, choose: Callable[[Request], Sequence[int]], eos_token_id: int) -> None:
+        self._choose = choose
         self._eos_token_id = eos_token_id
         self._scripts: dict[str, Sequence[int]] = {}  # of running requests
 
     def next_token(self, request: Request) -> int:
         script = self._scripts.get(request.request_id)
         if script is None:
-            script = self._scripts[request.request_id] = next(self._turns)
+            script = self._scripts[request.request_id] = self._choose(request)
         place = request.num_output_tokens
         return script[place] if place < len(script) else self._eos_token_id
 
@@ -82,7 +83,18 @@ def voice_of(spec: PlayedSpec) -> Voice:
     """Return who speaks."""
     if isinstance(spec.says, OnTime):
         return TimedVoice(spec.says)
-    return ScriptedVoice(spec.says, spec.eos_token_ids[0])
+    if isinstance(spec.says, Asked):
+        return ScriptedVoice(_asked(spec.says, load_tokenizer(spec.verifier.model)), spec.eos_token_ids[0])
+    turns = itertools.cycle(spec.says.sequences)
+    return ScriptedVoice(lambda request: next(turns), spec.eos_token_ids[0])
+
+
+def _asked(says: Asked, tokenizer: Any) -> Callable[[Request], Sequence[int]]:
+    def choose(request: Request) -> Sequence[int]:
+        prompt = tokenizer.decode(request.token_ids[: request.num_prompt_tokens])
+        return next(sequence for text, sequence in says.replies if text in prompt)
+
+    return choose
 
 
 class PlayedRunner:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.app import build
 from outrider.cluster.replicas.serving import running_service
-from outrider.lab.gateway.played_spec import OnTime, PlayedSpec, Scripted
+from outrider.lab.gateway.played_spec import Asked, OnTime, PlayedSpec, Scripted
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.ranks import free_ports
 from outrider.verifier_service.model.tokenizer import load_tokenizer
@@ -55,7 +55,16 @@ def whole_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def scripted(tokenizer: Any, answers: tuple[str, ...]) -> Scripted:
     """Return a script of texts."""
-    return Scripted(sequences=tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in answers))
+    return Scripted(sequences=tuple(_ids(tokenizer, text) for text in answers))
+
+
+def asked(tokenizer: Any, answers: Mapping[str, str]) -> Asked:
+    """Return the answers to prompts that have a text, the first that fits; the last text is empty."""
+    return Asked(replies=tuple((text, _ids(tokenizer, answer)) for text, answer in answers.items()))
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 @contextlib.contextmanager

@@ -35,13 +35,32 @@ class Scripted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request says the sequence of the first of these texts that its prompt has, and then ends, as one of `Scripted`.
+
+    What the order of requests cannot tell: several clients at once, or one that asks of its own accord.
+    """
+
+    replies: tuple[tuple[str, tuple[int, ...]], ...]  # every prompt has ""
+
+    def __post_init__(self) -> None:
+        if not self.replies or self.replies[-1][0]:
+            raise ValueError("replies: the last one is for prompts without the others' texts, under an empty text")
+
+    @property
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """All that may be said."""
+        return tuple(sequence for _, sequence in self.replies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedSpec:
     """What a played rank is told. Raises `ValueError` naming the field that is out of range."""
 
     verifier: VerifierSpec
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    says: OnTime | Scripted
+    says: OnTime | Scripted | Asked
     step_s: float = 0.0  # of a forward, whatever is in it; during it, nothing else is done
     max_model_len: int = MAX_MODEL_LEN
 
@@ -53,7 +72,7 @@ class PlayedSpec:
             raise ValueError("says: a sequence without tokens")
         if any(not 0 <= token_id < self.vocab_size for sequence in spoken for token_id in sequence):
             raise ValueError(f"says: token ids must be in [0, {self.vocab_size})")
-        if isinstance(self.says, Scripted) and not self.eos_token_ids:
+        if not isinstance(self.says, OnTime) and not self.eos_token_ids:
             raise ValueError("eos_token_ids: a script ends with one")
 
     def run_rank(self, rank: RankSpec) -> None:

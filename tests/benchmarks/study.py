@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import click
 
+from agents.study import agents
 from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
@@ -41,6 +42,7 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 STUDIES = (
     acceptance,
     adaptive,
+    agents,
     ahead,
     apart,
     clients,
@@ -75,19 +77,20 @@ def study() -> None:
     """Measure what only developers ask.
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; ahead: drafting while the verifier verifies; apart: prefill and decode on verifiers of
-    their own, under streams and long prompts; clients: required tool calls and predicted edits of a running server;
-    device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text changes; exact:
-    a real model's tokens in company, with drafts; experts: what steps read of a mixture, and experts in host memory;
-    far: what priced drafts bring with a drafter elsewhere, in virtual time; follow: a drafter that learns, while GRPO
-    moves its policy; invariance: rows alone and in company, on every path that a CPU takes; kv: KV blocks in use at so
-    many tokens per second; moves: running requests move to a verifier that joins, or stay; multi: several drafters'
-    trees in one; objectives: what drafters trained to lower each loss are served at; poison: how soon broken weights
-    are taken back; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step;
-    rollouts: samples of the same prompts, epoch after epoch; router: what its decisions cost; step: a running server's
-    load from 1 to many streams and back; survival: a learned chance of acceptance beside today's; tidar: a model that
-    drafts for itself by masks; turns: a chat's next turn with its beginning computed ahead; updates: answers after new
-    weights; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
+    every fixed draft length; agents: what real agents and their libraries can do here; ahead: drafting while the
+    verifier verifies; apart: prefill and decode on verifiers of their own, under streams and long prompts; clients:
+    required tool calls and predicted edits of a running server; device: what drafts bring on a played accelerator;
+    drift: a pool that learns, while the kind of text changes; exact: a real model's tokens in company, with drafts;
+    experts: what steps read of a mixture, and experts in host memory; far: what priced drafts bring with a drafter
+    elsewhere, in virtual time; follow: a drafter that learns, while GRPO moves its policy; invariance: rows alone and
+    in company, on every path that a CPU takes; kv: KV blocks in use at so many tokens per second; moves: running
+    requests move to a verifier that joins, or stay; multi: several drafters' trees in one; objectives: what drafters
+    trained to lower each loss are served at; poison: how soon broken weights are taken back; policy: how much to
+    draft, over recorded acceptance; pricing: what deciding that costs a step; rollouts: samples of the same prompts,
+    epoch after epoch; router: what its decisions cost; step: a running server's load from 1 to many streams and back;
+    survival: a learned chance of acceptance beside today's; tidar: a model that drafts for itself by masks; turns: a
+    chat's next turn with its beginning computed ahead; updates: answers after new weights; usual: what a small machine
+    should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

@@ -46,7 +46,7 @@ PROMPTS = random_sequences((5, 21, 14, 9))
 STOPS = tuple(range(3, 140))  # most of the vocabulary: without min_tokens the output would end at once
 PROCESSORS = (
     {"presence_penalty": 1.5, "frequency_penalty": 1.0},
-    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 1.8, "allowed_token_ids": tuple(range(1, VOCAB_SIZE, 3))},
     {"logit_bias": (LogitBias(token_id=7, bias=6.0), LogitBias(token_id=31, bias=-100.0)), "min_tokens": 10},
     {"frequency_penalty": 2.0, "repetition_penalty": 0.8, "logit_bias": (LogitBias(token_id=50, bias=5.0),)},
 )

@@ -1,6 +1,7 @@
 """Structured output is that of plain decoding under the same mask, whatever drafts, trees and pool do.
 
-Greedy and seeded tokens are compared with what the library's logits give, masked by brute force over the vocabulary.
+Greedy and seeded tokens are compared with what the library's logits give, masked by brute force over the vocabulary. So
+is what comes behind a thought, which the same drafts cross.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from outrider.verifier_service.messages.request import (
     StructuredOutput,
     VerificationMode,
 )
+from outrider.verifier_service.messages.thought import Thought
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from tiny.models import VOCAB_SIZE, full_logits, random_sequences
@@ -53,7 +55,13 @@ GRAMMAR = StructuredOutput(kind=StructuredKind.GRAMMAR, text=UNFORCED + 'start: 
 may_follow = functools.partial(
     allowed_ids, tokens=TOKENS, is_whole=matches(b"(ab|c|da){4,}d"), is_prefix=matches(b"(ab|c|da)*[ad]?")
 )
-CHOICES = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 3.0, "top_k": 20, "seed": 5}}
+THOUGHT = Thought(opening="~", closing="d", is_open=True, max_tokens=5)
+CHOICES = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 3.0, "top_k": 20, "seed": 5},
+    "greedy after a thought": {"temperature": 0.0, "thought": THOUGHT},
+    "seeded after a thought": {"temperature": 3.0, "top_k": 20, "seed": 5, "thought": THOUGHT},
+}
 PROCESSORS = (
     {},
     {"frequency_penalty": 2.0},
@@ -61,6 +69,20 @@ PROCESSORS = (
     {"stop_token_ids": (STOP,), "repetition_penalty": 1.5},
 )
 PROMPTS = random_sequences((5, 21, 14, 9))
+
+
+def num_thought(output: Sequence[int]) -> int | None:
+    """Return the number of tokens up to the one that ends the thought; None: it goes on."""
+    return next((index + 1 for index, id_ in enumerate(output) if b"d" in TOKENS[id_]), None)
+
+
+def may_follow_thought(output: Sequence[int], *, ends: set[int]) -> set[int]:
+    """Return what may follow: what has no text behind the mark, five tokens at most unless they have it; the form."""
+    if (num := num_thought(output)) is not None:
+        return may_follow(output[num:], ends=ends)
+    if len(output) >= THOUGHT.max_tokens:
+        return {TOKENS.index(b"d")}
+    return {id_ for id_, text in enumerate(TOKENS) if b"d" not in text[:-1]} - ends
 
 
 class EndingTokens(ByteTokens):
@@ -104,7 +126,8 @@ def masked_row(model: PreTrainedModel, request: GenerationRequest, output: list[
     prompt, ends = list(request.prompt_token_ids), {*request.sampling.stop_token_ids, EOS}
     row = full_logits(model, [*prompt, *output])[-1]
     edited = processed_row(row, request.sampling, prompt=prompt, output=output, stop_token_ids=ends)
-    barred = sorted({*range(VOCAB_SIZE)} - may_follow(output, ends=ends))
+    allowed = (may_follow if request.sampling.thought is None else may_follow_thought)(output, ends=ends)
+    barred = sorted({*range(VOCAB_SIZE)} - allowed)
     return edited.index_fill(0, torch.tensor(barred), -torch.inf)
 
 
@@ -180,7 +203,7 @@ def test_processed_logprobs_are_those_under_the_mask(models, choice, expected, m
         output = expected[request.request_id]
         for index, entry in enumerate(entries):
             masked = masked_row(models.model, request, output[:index])[None]
-            law = masked.softmax(1) if choice == "greedy" else target_probs(masked, [request.sampling])
+            law = masked.softmax(1) if choice.startswith("greedy") else target_probs(masked, [request.sampling])
             assert entry.logprob == pytest.approx(float(law[0, output[index]].log()), abs=2e-4)
 
 
@@ -214,8 +237,13 @@ def test_an_output_that_cannot_go_on_fails_alone(models):
     assert "cannot be followed" in last[0].error
 
 
-def test_the_expectation_says_something(expected):
-    outputs = [b"".join(TOKENS[id_] for id_ in output if id_ not in (EOS, STOP)) for output in expected.values()]
+def test_the_expectation_says_something(choice, expected):
+    thoughts = {id_: num_thought(output) if "thought" in choice else 0 for id_, output in expected.items()}
+    forms = [output[thoughts[id_] :] for id_, output in expected.items()]
+    outputs = [b"".join(TOKENS[id_] for id_ in form if id_ not in (EOS, STOP)) for form in forms]
     assert len(set(outputs)) == len(outputs)
-    assert any(tokens[-1] in (EOS, STOP) for tokens in expected.values())
     assert all(b"~" not in output for output in outputs)
+    if "thought" in choice:
+        assert all(1 < num <= THOUGHT.max_tokens + 1 for num in thoughts.values())
+    else:
+        assert any(tokens[-1] in (EOS, STOP) for tokens in expected.values())

@@ -39,6 +39,8 @@ def processed_row(
     for *begin, last in sampling.bad_words:
         if list(output)[len(output) - len(begin) :] == begin and len(begin) <= len(output):
             row[last] = -torch.inf
+    if sampling.allowed_token_ids:
+        row[sorted({*range(len(row))} - {*sampling.allowed_token_ids})] = -torch.inf
     return row
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from outrider.cluster.api.openai.messages import CountTokensBody, MessagesBody
 from outrider.cluster.api.openai.protocol import (
     NEUTRAL_VALUES,
     ChatBody,
@@ -22,6 +23,8 @@ BASE_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the fox"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}]},
     "/v1/responses": {"input": "fox"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "fox"}]},
     "/tokenize": {"prompt": "the fox"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -29,10 +32,18 @@ BODY_KINDS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-LISTS = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+LISTS = {
+    "$defs": {"d": {"type": "string", "pattern": "(?!a)b", "nullable": True}},
+    "properties": {
+        "a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "b": {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "any"}]},
+    },
+}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": LISTS, "strict": False}}]
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 # with all that tools bring, for values to be spoilt in: by path
@@ -40,9 +51,15 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "user", "content": "fox"},
-            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "hm"},
+            {"role": "developer", "content": "rules"},
+            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "hm", "id": "m"},
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "fox"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}], "function_call": None},
+            {"role": "user", "content": ["fox"]},
         ],
+        "thinking_token_budget": 3,
+        "include_reasoning": False,
+        "allowed_token_ids": [5, 6],
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "chat_template_kwargs": {"a": 1},
@@ -53,11 +70,37 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "fox"},
             {"type": "reasoning", "summary": []},
+            {"type": "custom_tool_call", "call_id": "d", "name": "f", "input": "x"},
+            {"type": "shell_call_output", "call_id": "d", "output": [{"stdout": "fox"}]},
+            {"type": "web_search_call", "id": "w"},
         ],
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "auto",
         "tools": [{"type": "function", "name": "f", "parameters": LISTS, "strict": False}],
         "tool_choice": {"type": "function", "name": "f"},
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low"},
+    },
+    "/v1/messages": {
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "fox", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "fox"}]},
+            {"role": "system", "content": "dog"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1]}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "fox"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object", **LISTS}}, {"type": "web_search_20250305"}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 8},
+        "output_config": {"effort": "low"},
+        "stop_sequences": ["x"],
     },
 }
 PATHS = tuple(BASE_BODIES)

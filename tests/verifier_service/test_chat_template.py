@@ -108,3 +108,43 @@ def test_a_call_may_stand_without_the_function_around_it(kind: str):
         messages = chat_of_call(arguments)
         messages[1]["tool_calls"] = [messages[1]["tool_calls"][0]["function"]]
         assert ChatWriter(build_tokenizer(template)).write(messages).endswith(written)
+
+
+SYSTEM_FIRST = (  # as Qwen3.5's: a system message may only begin the chat
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+KNOWS_DEVELOPER = "{% for m in messages %}{% if m.role == 'developer' %}D:{% endif %}{{ m.content }};{% endfor %}"
+SILENT = (
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def said(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "text"),
+    [
+        (SILENT, said(("developer", "PIRATE"), ("user", "hi")), "[system]PIRATE[user]hi"),
+        (KNOWS_DEVELOPER, said(("developer", "PIRATE"), ("user", "hi")), "D:PIRATE;hi;"),
+        (SYSTEM_FIRST, said(("system", "X"), ("developer", "Y"), ("user", "hi")), "[system]X\n\nY[user]hi"),
+        (SYSTEM_FIRST, said(("user", "hi"), ("developer", "Y"), ("user", "ho")), "[system]Y[user]hi[user]ho"),
+        (SYSTEM_FIRST, said(("system", "X"), ("user", "hi"), ("system", "Y")), "[system]X\n\nY[user]hi"),
+        (SILENT, said(("system", "X"), ("user", "hi"), ("system", "Y")), "[system]X[user]hi[system]Y"),
+        (NO_SYSTEM, said(("system", "X"), ("system", "Y"), ("user", "hi")), "[user]X\n\nY\n\nhi"),
+    ],
+)
+def test_system_texts_come_where_the_template_takes_them(template: str, chat: list[dict[str, Any]], text: str):
+    before = copy.deepcopy(chat)
+    assert ChatWriter(build_tokenizer(template)).write(chat, add_generation_prompt=False) == text
+    assert chat == before
+
+
+def test_what_no_form_helps_is_told_by_the_first_error():
+    with pytest.raises(Exception, match="no system"):
+        ChatWriter(build_tokenizer(NO_SYSTEM)).write(said(("system", "X"), ("assistant", "hi")))

@@ -175,7 +175,7 @@ class EngineLoop:
             case BadRequest():
                 self._failures.append(RequestOutput.failed(message.request_id, message.error))
             case GenerationRequest():
-                if message.sampling.structured is None or self._compiling is None:
+                if not message.sampling.has_mask or self._compiling is None:
                     self._add(message)
                 else:
                     self._compiling.put(message)

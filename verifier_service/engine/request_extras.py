@@ -19,6 +19,7 @@ from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
+from outrider.verifier_service.sampling.thoughts import ThoughtState
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -30,7 +31,7 @@ class RequestExtras:
         """Without `grammars`, structured output is refused."""
         self._limits, self._grammars = limits, grammars
         self._processors: dict[str, LogitsProcessor] = {}
-        self._grammar_states: dict[str, GrammarState] = {}
+        self._grammar_states: dict[str, GrammarState | ThoughtState] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # until a request's first output
 
     @property
@@ -38,15 +39,19 @@ class RequestExtras:
         """The requests that have extras."""
         return {*self._processors, *self._grammar_states, *self._prompt_logprobs}
 
-    def open_grammar(self, sampling: SamplingParams) -> GrammarState | None:
+    def open_grammar(self, sampling: SamplingParams) -> GrammarState | ThoughtState | None:
         """Return the grammar's state before the first token; None: no grammar. Raises `ValueError`."""
-        if sampling.structured is None:
+        if not sampling.has_mask:
             return None
         if self._grammars is None:
             raise ValueError("structured: this engine does not know the text of its tokens")
-        return self._grammars.open(sampling.structured, (*sampling.stop_token_ids, *self._limits.eos_token_ids))
+        ends = (*sampling.stop_token_ids, *self._limits.eos_token_ids)
+        if sampling.thought is not None:
+            return self._grammars.open_after(sampling.thought, sampling.structured, ends)
+        assert sampling.structured is not None
+        return self._grammars.open(sampling.structured, ends)
 
-    def add(self, message: GenerationRequest, grammar_state: GrammarState | None) -> None:
+    def add(self, message: GenerationRequest, grammar_state: GrammarState | ThoughtState | None) -> None:
         """Set up a request's extras."""
         request_id, sampling, num_prompt_tokens = message.request_id, message.sampling, len(message.prompt_token_ids)
         if grammar_state is not None:

@@ -23,6 +23,7 @@ class RequestLimits:
         for name in ("prompt_token_ids", "output_token_ids"):
             self._check_token_ids(name, getattr(message, name))
         self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
+        self._check_token_ids("allowed_token_ids", message.sampling.allowed_token_ids)
         self._check_token_ids("bad_words", itertools.chain.from_iterable(message.sampling.bad_words))
         num_top = message.sampling.prompt_logprobs
         if num_top is not None and encoded_bytes(len(message.prompt_token_ids), num_top) > MAX_PROMPT_LOGPROBS_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from outrider.verifier_service.messages.draft import require
 from outrider.verifier_service.messages.request import AcceptanceRule
 
 _SPECULATIVE_PREFILL = (
@@ -34,3 +35,9 @@ def acceptance_rule(name: str) -> AcceptanceRule:
     raise ValueError(
         f"must be one of {', '.join(AcceptanceRule)}{'' if reason is None else f', not {name!r}: {reason}'}"
     )
+
+
+def require_lossless(rule: AcceptanceRule) -> None:
+    """Raise `ValueError` if a rule is lossy: in rollouts, a trainer's importance ratios would be biased."""
+    expected = f"lossless in rollouts, which {rule} is not: a trainer takes tokens for draws from the target's law"
+    require(not rule.is_lossy, "rejection_sample_method", expected)

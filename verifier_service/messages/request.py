@@ -10,6 +10,7 @@ from outrider.verifier_service.messages.draft import Draft, DraftSampling, Spars
 from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
+from outrider.verifier_service.messages.thought import Thought
 
 GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
@@ -18,7 +19,7 @@ MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
 MAX_TARGET_INTER_TOKEN_MS = 60_000.0
 MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
-MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or grammar: parsing is quadratic
+MAX_GRAMMAR_CHARS = 1 << 19  # of a grammar: one that calls are held to has the schemas of all tools
 MAX_STRUCTURED_CHOICES = 1024
 MAX_BAD_WORD_TOKENS = 1024  # of all bad words together, as vLLM
 
@@ -61,12 +62,6 @@ class AcceptanceRule(enum.StrEnum):
         return self is AcceptanceRule.TYPICAL
 
 
-def require_lossless(rule: AcceptanceRule) -> None:
-    """Raise `ValueError` if a rule is lossy: in rollouts, a trainer's importance ratios would be biased."""
-    expected = f"lossless in rollouts, which {rule} is not: a trainer takes tokens for draws from the target's law"
-    require(not rule.is_lossy, "rejection_sample_method", expected)
-
-
 class LogprobsMode(enum.StrEnum):
     """Which law a request's log probabilities are of; the words are vLLM's."""
 
@@ -102,8 +97,7 @@ class StructuredOutput:
     is_strict: bool = False  # refuse a schema with keywords that the grammar lacks, instead of leaving them out
 
     def __post_init__(self) -> None:
-        is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
-        limit = MAX_GRAMMAR_CHARS if is_short else MAX_STRUCTURED_CHARS
+        limit = MAX_GRAMMAR_CHARS if self.kind is StructuredKind.GRAMMAR else MAX_STRUCTURED_CHARS
         num_chars = len(self.text) + sum(len(choice) for choice in self.choices)
         require(num_chars <= limit, "structured", f"at most {limit} characters")
         if self.kind is StructuredKind.CHOICE:
@@ -133,10 +127,12 @@ class SamplingParams:
     logit_bias: tuple[LogitBias, ...] = ()
     min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    allowed_token_ids: tuple[int, ...] = ()  # no others; none: all
     logprobs: int | None = None  # number of alternatives beside each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     structured: StructuredOutput | None = None
+    thought: Thought | None = None  # which `structured` follows, or which is bounded; None: no thought matters
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
     # typical acceptance: the target probability must exceed min(epsilon, delta * exp(-entropy))
     typical_epsilon: float = 0.09
@@ -171,6 +167,11 @@ class SamplingParams:
         if self.temperature <= GREEDY_TEMPERATURE:
             return VerificationMode.GREEDY
         return VerificationMode.REJECTION if self.seed is None else VerificationMode.COUPLED
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether tokens are allowed by what stands before them."""
+        return self.structured is not None or self.thought is not None
 
     @property
     def of_draft(self) -> DraftSampling:

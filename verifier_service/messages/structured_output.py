@@ -5,6 +5,7 @@ All user errors are found here, without a model's tokens, so that a gateway can 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
+from outrider.verifier_service.messages.fitted_schema import DEFINITIONS, fitted
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 
 MAX_ERROR_CHARS = 300  # an error may quote the whole grammar
@@ -81,6 +83,48 @@ def check_structured(structured: StructuredOutput) -> tuple[str, ...]:
     return left_out(structured.kind, messages)
 
 
+@lru_cache(maxsize=256)
+def fitted_schema(text: str, *, is_strict: bool) -> tuple[str, tuple[str, ...]]:
+    """Return a JSON schema that a grammar can hold, and what was left out for it: "uniqueItems", "pattern of /items".
+
+    Raises `ValueError` naming `structured` and the place if the schema is strict and not all of it can be held, or if
+    nothing of it can. Takes milliseconds, or seconds for a large schema with many such places.
+    """
+    kind = StructuredKind.JSON_SCHEMA
+    schema = _schema_of(text)
+    if isinstance(schema, bool):
+        return text, ()
+    try:
+        found = fitted(schema, functools.partial(_schema_error, is_lenient=not is_strict))
+    except RecursionError as error:
+        raise invalid(kind, "nested too deeply") from error
+    is_nothing = not found.schema.keys() - {*DEFINITIONS} and bool(schema)
+    if found.left_out and (is_strict or is_nothing):
+        name, reason = found.left_out[0]
+        raise invalid(kind, f"{name}: {reason}")
+    held = json.dumps(found.schema, ensure_ascii=False)
+    names = [name for name, _ in found.left_out]
+    return held, (*names, *check_structured(StructuredOutput(kind=kind, text=held, is_strict=is_strict)))
+
+
+def _schema_error(text: str, *, is_lenient: bool) -> str | None:
+    """Return why no grammar can hold a schema; None: one can."""
+    kind = StructuredKind.JSON_SCHEMA
+    try:
+        grammar = _of_schema(text, is_lenient=is_lenient)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+        if not is_error:
+            left_out(kind, messages)
+    except ValueError as error:
+        return reason_of(error)
+    return str(messages[0]) if is_error else None
+
+
+def reason_of(error: ValueError) -> str:
+    """Return what `invalid` was told, else the error's own words."""
+    return str(error).partition("can be followed: ")[2] or str(error).removeprefix("structured ")
+
+
 def left_out(kind: StructuredKind, warnings: Iterable[str]) -> tuple[str, ...]:
     """Return the constraints that llguidance left out, by its warnings.
 
@@ -119,15 +163,19 @@ def _shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def _of_schema(text: str, *, is_lenient: bool) -> str:
+def _schema_of(text: str) -> dict[str, Any] | bool:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid(StructuredKind.JSON_SCHEMA, f"not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise invalid(StructuredKind.JSON_SCHEMA, "a schema is an object or a boolean")
+    return schema
+
+
+def _of_schema(text: str, *, is_lenient: bool) -> str:
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(with_bounded_numbers(schema)),
+        json.dumps(with_bounded_numbers(_schema_of(text))),
         defaults={"whitespace_pattern": WHITE_SPACE},
         overrides={"lenient": is_lenient},
     )

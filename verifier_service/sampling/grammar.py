@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import llguidance.hf
 import numpy as np
@@ -25,16 +26,19 @@ from llguidance.numpy import fill_next_token_bitmask
 from transformers import PreTrainedTokenizerFast
 
 from outrider.verifier_service.messages.draft import ROOT
-from outrider.verifier_service.messages.request import GenerationRequest, StructuredOutput
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, StructuredOutput
 from outrider.verifier_service.messages.structured_output import LIMITS, grammar_text, invalid, left_out
+from outrider.verifier_service.messages.thought import Thought
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
+from outrider.verifier_service.sampling.thoughts import ThoughtMarks, ThoughtState, TokenBytes
+from outrider.verifier_service.sampling.token_rows import ALL_TOKENS, row_of
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_MARKS = 8  # of thoughts; a model has one pair
 MAX_FORCED_TOKENS = 32  # more than any draft is long
-ALL_TOKENS = -1  # every bit of a word
 
 
 def load_grammar_tokenizer(model: ModelConfig, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -64,6 +68,8 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._marks: OrderedDict[tuple[str, str], ThoughtMarks] = OrderedDict()
+        self._tokens: TokenBytes | None = None
         self._lock = threading.Lock()  # of the above; never held while anything is compiled
 
     @classmethod
@@ -93,6 +99,36 @@ class GrammarCompiler:
                 self._tokenizer = self._load_tokenizer()
             return self._tokenizer
 
+    def marks(self, thought: Thought) -> ThoughtMarks:
+        """Return what tokens mean between the marks of thoughts; takes tenths of a second at the first call."""
+        key = (thought.opening, thought.closing)
+        with self._lock:
+            if key in self._marks:
+                self._marks.move_to_end(key)
+                return self._marks[key]
+            tokens = self._tokens
+        tokens = tokens or TokenBytes(self.tokenizer())
+        marks = ThoughtMarks(tokens, *key)
+        with self._lock:
+            self._tokens, self._marks[key] = tokens, marks
+            while len(self._marks) > MAX_CACHED_MARKS:
+                self._marks.popitem(last=False)
+        return marks
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile what a request asks for; raises `ValueError` naming `structured`."""
+        if sampling.structured is not None:
+            self.compile(sampling.structured)
+        if sampling.thought is not None:
+            self.marks(sampling.thought)
+
+    def open_after(
+        self, thought: Thought, structured: StructuredOutput | None, end_token_ids: Sequence[int]
+    ) -> ThoughtState:
+        """Return the state of a new output that may begin with a thought; raises `ValueError` naming `structured`."""
+        open_form = None if structured is None else partial(self.open, structured, end_token_ids)
+        return ThoughtState(thought, self.marks(thought), open_form, end_token_ids)
+
     def open(self, structured: StructuredOutput, end_token_ids: Iterable[int]) -> GrammarState:
         """Return the state of a new output; raises `ValueError` naming `structured`."""
         start = self.compile(structured)
@@ -121,11 +157,16 @@ class GrammarState:
         self._num_tokens = num_tokens
         self._num_words = -(-num_tokens // 32)
         self._end_token_ids = frozenset(id_ for id_ in end_token_ids if 0 <= id_ < num_tokens)
-        self._end_row = _row_of(self._end_token_ids, self._num_words)
+        self._end_row = row_of(self._end_token_ids, self._num_words)
         self._num_seen = 0  # output tokens
         self._last = _Fit.INSIDE  # what the last of them was
         self._own_row: np.ndarray | None = None  # after them; None: not known yet
         self.error: str | None = None  # why the output cannot go on; its rows mean nothing then
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether an output without tokens has the form."""
+        return bool(self._start.is_accepting())
 
     def allowed(
         self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int]
@@ -249,13 +290,6 @@ def _depth_first(parents: Sequence[int]) -> Iterator[int]:
         open_nodes.extend(reversed(children.get(node, ())))
 
 
-def _row_of(token_ids: Iterable[int], num_words: int) -> np.ndarray:
-    bits = np.zeros(num_words * 32, dtype=np.uint8)
-    bits[list(token_ids)] = 1
-    row: np.ndarray = np.packbits(bits, bitorder="little").view(np.int32)
-    return row
-
-
 def _only_token(row: np.ndarray) -> int | None:
     """Return the one token that a row allows; None: there are several, or none."""
     (words,) = np.nonzero(row)
@@ -278,12 +312,11 @@ class GrammarQueue:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")  # started when needed
-        self._waiting: list[tuple[GenerationRequest, Future[LLMatcher]]] = []
+        self._waiting: list[tuple[GenerationRequest, Future[None]]] = []
 
     def put(self, message: GenerationRequest) -> None:
-        """Begin to compile what a request with structured output asks for."""
-        assert message.sampling.structured is not None
-        compiled = self._threads.submit(self._compiler.compile, message.sampling.structured)
+        """Begin to compile what a request with a mask asks for."""
+        compiled = self._threads.submit(self._compiler.prepare, message.sampling)
         self._waiting.append((message, compiled))
 
     def drop(self, request_id: str) -> None:

@@ -10,6 +10,7 @@ Semantics are those of vLLM and OpenAI. In this order, and all before temperatur
     presence_penalty    subtracted if the output has the token
     structured          tokens that the grammar does not allow get -inf; if the steps above leave no token that it
                         allows, they are undone for this row
+    allowed_token_ids   all others get -inf, likewise; where the grammar allows none of them, they give way
 
 The row after a draft token counts that token and its ancestors as output: they are, whenever the row is used.
 """
@@ -86,9 +87,10 @@ class LogitsProcessor:
         vocab_size: int,
         mask: TokenMask | None = None,
     ) -> None:
-        """`mask`: of a request with structured output."""
-        assert (sampling.structured is None) == (mask is None)
+        """`mask`: of a request that has one."""
+        assert sampling.has_mask == (mask is not None)
         self._mask = mask
+        self._allowed_row = _packed(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None
         self._sampling = sampling
         self._num_prompt_tokens = num_prompt_tokens
         self._vocab_size = vocab_size
@@ -112,8 +114,9 @@ class LogitsProcessor:
     def is_needed(sampling: SamplingParams) -> bool:
         """Say whether these parameters change logits at all."""
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        changes_some = bool(sampling.logit_bias) or sampling.min_tokens > 0 or bool(sampling.bad_words)
-        return changes_some or sampling.structured is not None or penalties != (0.0, 0.0, 1.0)
+        lists = (sampling.logit_bias, sampling.bad_words, sampling.allowed_token_ids)
+        changes_some = any(lists) or sampling.min_tokens > 0
+        return changes_some or sampling.has_mask or penalties != (0.0, 0.0, 1.0)
 
     def edits(
         self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int] | None = None
@@ -125,7 +128,8 @@ class LogitsProcessor:
         parents = range(ROOT, len(draft_token_ids) - 1) if parents is None else parents
         sampling, num_rows = self._sampling, len(draft_token_ids) + 1
         num_missing = sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens)
-        is_always = self._counts_tokens or sampling.logit_bias or sampling.bad_words or self._mask is not None
+        is_always = self._counts_tokens or sampling.logit_bias or sampling.bad_words or sampling.has_mask
+        is_always = is_always or self._allowed_row is not None
         if not (is_always or num_missing > 0):
             return None
         self._count(token_ids)
@@ -151,9 +155,14 @@ class LogitsProcessor:
     def _allowed(
         self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int]
     ) -> np.ndarray | None:
+        row = self._allowed_row
         if self._mask is None:
-            return None
-        return self._mask.allowed(token_ids[self._num_prompt_tokens :], draft_token_ids, parents)
+            return None if row is None else np.tile(row, (len(draft_token_ids) + 1, 1))
+        rows = self._mask.allowed(token_ids[self._num_prompt_tokens :], draft_token_ids, parents)
+        if row is None:
+            return rows
+        both = rows & _widened(row[None], rows.shape[1])
+        return np.where(both.any(axis=1, keepdims=True), both, rows)
 
     def _new_ids(self, draft_token_ids: Sequence[int]) -> list[int]:
         """Return the draft's ids that have no slot: until they are committed, their columns follow the slots'."""
@@ -211,13 +220,14 @@ class SentEdits:
     @classmethod
     def of(cls, edits: Sequence[tuple[int, LogitEdits]], vocab_size: int, device: torch.device) -> SentEdits:
         masked = [(row, edit, edit.allowed) for row, edit in edits if edit.allowed is not None]
+        width = max((mask.shape[1] for _, _, mask in masked), default=0)  # a tokenizer may have more than the model
         parts = [
             np.concatenate([_cells(first_row, edit, vocab_size) for first_row, edit in edits]),
             np.concatenate([edit.biases.ravel() for _, edit in edits]),
             np.concatenate([edit.divisors.ravel() for _, edit in edits]),
             np.concatenate([edit.penalties.ravel() for _, edit in edits]),
             np.concatenate([np.arange(row, row + len(mask)) for row, _, mask in masked] or [np.zeros(0, np.int64)]),
-            np.concatenate([mask for _, _, mask in masked] or [np.zeros((0, 0), np.uint8)]),
+            np.concatenate([_widened(mask, width) for _, _, mask in masked] or [np.zeros((0, 0), np.uint8)]),
         ]
         cells, biases, divisors, penalties, masked_rows, allowed = upload(parts, device)
         return cls(
@@ -259,6 +269,19 @@ def _cells(first_row: int, edit: LogitEdits, vocab_size: int) -> np.ndarray:
     rows = np.arange(first_row, first_row + len(edit.biases), dtype=np.int64)[:, None]
     cells: np.ndarray = (rows * vocab_size + edit.token_ids).ravel()
     return cells
+
+
+def _packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Return a row of a mask that allows these tokens: uint8 [num_bytes], low bit first."""
+    bits = np.zeros(vocab_size, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if 0 <= token_id < vocab_size]] = 1
+    row: np.ndarray = np.packbits(bits, bitorder="little")
+    return row
+
+
+def _widened(rows: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Return rows of a mask with so many bytes; those that they lacked allow nothing."""
+    return rows if rows.shape[1] == num_bytes else np.pad(rows, ((0, 0), (0, num_bytes - rows.shape[1])))
 
 
 def _extended(values: array[int] | array[float], num_zeros: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from outrider.cluster.api.anthropic import errors as anthropic_errors
 from outrider.cluster.api.openai.format import Format, ShownChoice, error_object, metrics_object, usage_object
 from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
@@ -210,14 +211,15 @@ def _json(message: object) -> str:
     return data
 
 
-def error_response(error: OutriderError) -> JSONResponse:
-    """Render an error with its status and, if known, Retry-After."""
+def error_response(error: OutriderError, path: str = "") -> JSONResponse:
+    """Render an error with its status and, if known, Retry-After, in the form of the API at `path`."""
     headers = {}
     if (seconds := retry_after(error)) is not None:
         headers["Retry-After"] = seconds
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_object(error), status_code=mapping_of(error).http_status, headers=headers)
+    render = anthropic_errors.error_object if anthropic_errors.is_messages_path(path) else error_object
+    return JSONResponse(render(error), status_code=mapping_of(error).http_status, headers=headers)
 
 
 class Sent(Protocol):
@@ -260,7 +262,7 @@ class GenerationResponse(Response):
         try:
             response = JSONResponse(await self._answer.unary())
         except OutriderError as error:
-            response = error_response(error)
+            response = error_response(error, scope.get("path", ""))
         await response(scope, receive, send)
 
     async def _send_events(self, sender: EventSender, scope: Scope, receive: Receive, send: Send) -> None:
@@ -270,7 +272,7 @@ class GenerationResponse(Response):
                     await sender.send(event)
             except OutriderError as error:
                 if sender.end_unbegun():
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope.get("path", ""))(scope, receive, send)
                     return
                 await sender.send(self._answer.failure(error))
         await sender.end()

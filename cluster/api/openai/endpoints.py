@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,9 +19,18 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider import __version__
+from outrider.cluster.api.anthropic import errors as anthropic_errors
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
+from outrider.cluster.api.openai.chat_messages import template_input
 from outrider.cluster.api.openai.chats import Chats
 from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat, Format
+from outrider.cluster.api.openai.messages import (
+    OWN_NAMES,
+    CountTokensBody,
+    MessagesAnswer,
+    MessagesBody,
+    MessagesFormat,
+)
 from outrider.cluster.api.openai.protocol import (
     MAX_TOKENIZED_CHARS,
     ChatBody,
@@ -29,7 +40,6 @@ from outrider.cluster.api.openai.protocol import (
     TokenizeBody,
     parse_body,
     parse_json,
-    template_input,
 )
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
@@ -38,9 +48,10 @@ from outrider.cluster.common.api_keys import KeyPolicy, shown_key
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.replies.reader import ReplySyntax
-from outrider.cluster.replies.tools import read_tool_use
+from outrider.cluster.replies.tools import Tool, read_tool_use
 from outrider.cluster.web.page import add_web_page
 
+MESSAGES = anthropic_errors.PATH
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 60.0  # a client that stops sending holds a connection, and memory for what it sent
 
@@ -69,6 +80,7 @@ def build_api(
     chats = Chats(syntax=reply_syntax or ReplySyntax(response_template=gateway.text.response_template))
     _add_generation_routes(app, gateway, wall_clock, chats)
     _add_responses_routes(app, gateway, wall_clock, chats, responses or Responses())
+    _add_messages_routes(app, gateway, wall_clock, chats)
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy, scrape or _own_metrics(gateway))
@@ -109,7 +121,9 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         body = parse_body(await read_json(request), CompletionBody)
         gateway.check_model_name(body.model)
         answer = _answer(gateway, CompletionFormat(), int(wall_clock()), body)
-        answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
+        read = functools.partial(body.inputs, answer.id)
+        inputs = await asyncio.to_thread(read) if body.has_structure else read()
+        answer.requests = [await gateway.parse(item) for item in inputs]
         return GenerationResponse(answer, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))
@@ -140,7 +154,7 @@ def _add_responses_routes(
         gateway.check_model_name(body.model)
         if shown_key.get().policy is KeyPolicy.NEVER:
             body = body.model_copy(update={"store": False})
-        messages = body.messages()
+        messages = await body.messages(store.item)
         if body.previous_response_id is not None:
             before = await store.get(body.previous_response_id, "previous_response_id")
             messages = [*before.messages, *messages]
@@ -148,7 +162,7 @@ def _add_responses_routes(
             gateway, ResponsesFormat(store.id_prefix), int(wall_clock()), include_usage=True, return_token_ids=False
         )
         with in_own_field_names():
-            await chats.open(answer, body.chat(messages))
+            await chats.open(answer, body.chat(messages), body.warnings())
         sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
         return GenerationResponse(sent, stream=bool(body.stream))
 
@@ -162,6 +176,28 @@ def _add_responses_routes(
         return {"id": response_id, "object": "response", "deleted": True}
 
 
+def _add_messages_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:
+    """Add Anthropic's Messages API."""
+
+    @app.post(MESSAGES, openapi_extra=_body_schema(MESSAGES, MessagesBody))
+    async def messages(request: Request) -> Response:
+        body = parse_body(await read_json(request), MessagesBody)
+        gateway.check_model_name(body.model)
+        answer = Answer(gateway, MessagesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
+        with in_own_field_names(OWN_NAMES):
+            await chats.open(answer, *body.chat())
+        sent = MessagesAnswer(answer=answer, max_tokens=body.max_tokens)
+        return GenerationResponse(sent, stream=bool(body.stream))
+
+    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=_body_schema(f"{MESSAGES}/count_tokens", CountTokensBody))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        body = parse_body(await read_json(request), CountTokensBody)
+        gateway.check_model_name(body.model)
+        chat, _ = body.chat()
+        text = await _chat_text(gateway, chat, chat.tool_use().tools)
+        return {"input_tokens": len(await gateway.text.encode(text, add_special_tokens=False))}
+
+
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add vLLM's /tokenize and /detokenize."""
 
@@ -172,11 +208,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         add_special_tokens, text = body.add_special_tokens, body.prompt
         if body.messages is not None:  # a chat template writes the special tokens
             add_special_tokens = bool(add_special_tokens)
-            messages = template_input(body.messages)
-            tools = read_tool_use(body.tools or [], None, None).tools
-            text = await gateway.text.render_chat(messages, **body.template_fields(tools))
-            if len(text) > MAX_TOKENIZED_CHARS:
-                raise InvalidRequest(f"messages must have at most {MAX_TOKENIZED_CHARS} characters", "messages")
+            text = await _chat_text(gateway, body, read_tool_use(body.tools or [], None, None).tools)
         ids = await gateway.text.encode(text or "", add_special_tokens=add_special_tokens is not False)
         return {
             "count": len(ids),
@@ -193,11 +225,20 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"prompt": await gateway.text.decode(body.tokens)}
 
 
+async def _chat_text(gateway: Gateway, body: ChatBody | TokenizeBody, tools: Sequence[Tool]) -> str:
+    """Return a chat that is to be tokenised, as the model's template writes it; raises `InvalidRequest`."""
+    text = await gateway.text.render_chat(template_input(body.messages or []), **body.template_fields(tools))
+    if len(text) > MAX_TOKENIZED_CHARS:
+        raise InvalidRequest(f"messages must have at most {MAX_TOKENIZED_CHARS} characters", "messages")
+    return text
+
+
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         names = (gateway.model.name, *gateway.model.adapters)
-        return {"object": "list", "data": [_model_object(gateway, name) for name in names]}
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+        return {"object": "list", "data": [_model_object(gateway, name) for name in names], **page}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -252,6 +293,9 @@ def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "outrider",
         "max_model_len": model.max_model_len,
+        "type": "model",  # these three are Anthropic's
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         **parent,
     }
 
@@ -282,12 +326,15 @@ async def read_json(request: Request, *, empty: object = None) -> object:
 
 async def _on_outrider_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OutriderError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Give the framework's errors (no such path, wrong method) OpenAI's form."""
+    """Give the framework's errors (no such path, wrong method) the form of the API."""
     assert isinstance(error, HTTPException)
+    if anthropic_errors.is_messages_path(request.url.path):
+        body = anthropic_errors.status_object(error.status_code, str(error.detail))
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
     content = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": content}, status_code=error.status_code, headers=error.headers)
 
@@ -298,4 +345,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return error_response(RequestFailed("internal error"))
+    return error_response(RequestFailed("internal error"), request.url.path)

@@ -218,12 +218,17 @@ def _delta(shown: ShownChoice) -> dict[str, Any]:
     said = shown.said
     delta: dict[str, Any] = {} if shown.is_begun else {"role": "assistant"}
     if said.reasoning:
-        delta["reasoning_content"] = said.reasoning
+        delta |= _reasoning(said)
     if said.content or not (shown.is_begun or said):
         delta["content"] = said.content
     if said.calls:
         delta["tool_calls"] = list(_call_deltas(said.calls, shown.num_calls))
     return delta
+
+
+def _reasoning(said: ReplyPart) -> dict[str, str]:
+    """Return a thought under both names that clients look for: DeepSeek's, and vLLM's newer one."""
+    return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
 
 def _call_deltas(calls: Iterable[ToolCall], num_before: int) -> Iterator[dict[str, Any]]:
@@ -237,7 +242,7 @@ def _message(shown: ShownChoice) -> dict[str, Any]:
     said = shown.said
     message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
     if said.reasoning:
-        message["reasoning_content"] = said.reasoning
+        message |= _reasoning(said)
     if said.calls:
         message["content"] = said.content or None
         message["tool_calls"] = [call_object(call) for call in said.calls]

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from outrider.cluster.api.openai.chat_messages import Messages
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.common.hints import did_you_mean, misspelt
 from outrider.cluster.gateway.kv_transfer import read_kv_transfer
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
@@ -18,7 +19,6 @@ from outrider.cluster.replies.tools import Tool, ToolUse, read_tool_use
 
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
-MAX_MESSAGES = 4096  # of one chat
 MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize; of a chat, once its template has rendered it
 MAX_DETOKENIZED_TOKENS = 1 << 20
 RESERVED_KWARGS = frozenset(  # arguments of apply_chat_template
@@ -46,6 +46,9 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "verbosity",
+        "client_metadata",
+        "spaces_between_special_tokens",  # vLLM's: no decoder here adds spaces
+        "vllm_xargs",  # vLLM's: for plug-ins of its engine
     )
 )
 # Not served: only values that change nothing are accepted.
@@ -54,6 +57,16 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
+    "use_beam_search": (False,),
+    "typical_p": (1,),
+    "max_new_tokens": (),  # the name that other servers have for max_tokens
+    "logits_processors": ([],),
+    "documents": ([],),
+    "regex": (),  # SGLang's, as the next
+    "ebnf": (),
+    "structural_tag": (),
+    "stop_regex": (),
+    "lora_path": (),
     "truncate_prompt_tokens": (),
     "modalities": (["text"],),
     "audio": (),
@@ -61,6 +74,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "functions": ([],),  # the former name of tools
     "function_call": ("none", "auto"),
+}
+
+_INSTEAD = {
+    "functions": ": tools and tool_choice are",
+    "function_call": ": tools and tool_choice are",
+    "max_new_tokens": ": max_tokens is",
+    "regex": ": structured_outputs is",
+    "ebnf": ": structured_outputs is",
 }
 
 BodyT = TypeVar("BodyT", bound="ModelBody")
@@ -76,21 +97,30 @@ class StreamOptions(BaseModel):
 
     def model_post_init(self, _: Any) -> None:
         for name in self.model_extra or {}:
-            hint = did_you_mean(name, StreamOptions.model_fields)
-            raise InvalidRequest(f"stream_options: unknown field {name!r}{hint}", "stream_options")
+            if hint := misspelt(name, StreamOptions.model_fields):
+                raise InvalidRequest(f"stream_options: unknown field {name!r}{hint}", "stream_options")
 
 
 class ModelBody(BaseModel):
-    """The base of all bodies. Unknown fields are kept, to be refused by name."""
+    """The base of all bodies. Unknown fields are kept, to be refused by name, or named in a warning."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     passed_fields: ClassVar[frozenset[str]] = frozenset()  # more fields, which another body checks
+    passes_over_unknown: ClassVar[bool] = False  # clients send what other servers know: only misspelt names are refused
 
     model: str | None = None
+
+    def unread_warnings(self) -> tuple[str, ...]:
+        """Return a warning for each field that has a value and is unknown."""
+        known = IGNORED_FIELDS | self.passed_fields | NEUTRAL_VALUES.keys()
+        extra = self.model_extra or {}
+        return tuple(f"{name}: unknown here, passed over" for name in extra if extra[name] and name not in known)
 
 
 class GenerationBody(ModelBody):
     """The fields of both completions and chat completions."""
+
+    passes_over_unknown = True
 
     n: int | None = None
     temperature: float | None = None
@@ -104,6 +134,7 @@ class GenerationBody(ModelBody):
     logit_bias: dict[str, float] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -139,14 +170,20 @@ class GenerationBody(ModelBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_structure(self) -> bool:
+        """Whether a form is asked for, which may take long to look at: in a thread, then."""
+        return any(getattr(self, name) is not None for name in OPENAI_FIELDS)
+
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that have the same name in `RequestInput`."""
         shared = {field.name for field in dataclasses.fields(RequestInput)} & GenerationBody.model_fields.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
         if structure is not None:
-            fields |= {"structured": structure.output, "warnings": structure.warnings}
+            fields |= {"structured": structure.output}
         return fields | {
+            "warnings": (*self.unread_warnings(), *(() if structure is None else structure.warnings)),
             "logit_bias": token_biases(self.logit_bias or {}),
             "kv_transfer": read_kv_transfer(self.kv_transfer_params, stream=bool(self.stream)),
         }
@@ -166,6 +203,7 @@ class CompletionBody(GenerationBody):
     )
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return a list of prompts, from any of the four forms."""
@@ -181,65 +219,15 @@ class CompletionBody(GenerationBody):
         if len(prompts) * (self.n or 1) > MAX_TOTAL_CHOICES:
             raise InvalidRequest(f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}", "n")
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-        fields = {**self.shared_fields(), "logprobs": self.logprobs, "echo": self.echo}
+        fields = {
+            **self.shared_fields(),
+            "logprobs": self.logprobs,
+            "echo": self.echo,
+            "add_special_tokens": self.add_special_tokens is not False,
+        }
         if len(prompts) > 1:  # an answer can say of one prompt alone where its KV is
             fields["kv_transfer"] = None
         return [RequestInput(request_id=id_, prompt=prompt, **fields) for id_, prompt in zip(ids, prompts, strict=True)]
-
-
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None  # of the speaker, for templates that show it
-    tool_calls: list[dict[str, Any]] | None = None  # of an assistant message
-    tool_call_id: str | None = None  # of a tool message
-    reasoning_content: str | None = None  # of an assistant message, for templates that repeat it
-
-    def as_template_input(self) -> dict[str, Any]:
-        """Return the message in the form of chat templates, with its text parts joined."""
-        for name, value in (self.model_extra or {}).items():
-            if value:  # null and empty are allowed: clients send our answers back with all their fields
-                hint = did_you_mean(name, ChatMessage.model_fields)
-                raise InvalidRequest(f"messages: {name!r} is not supported{hint}", "messages")
-        message: dict[str, Any] = {"role": self.role, "content": self._text()}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [_call_of_template(call) for call in self.tool_calls]
-        return message
-
-    def _text(self) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"messages: content of type {part.type!r} is not supported", "messages")
-        return "".join(part.text or "" for part in self.content)
-
-
-def _call_of_template(call: dict[str, Any]) -> dict[str, Any]:
-    """Return an earlier call; its arguments stay text until the template is known."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest("messages: a tool call must have a function with a name", "messages")
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": function.get("arguments")},
-    }
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class _TemplateFields(ModelBody):
@@ -279,6 +267,9 @@ class ChatBody(GenerationBody, _TemplateFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    include_reasoning: bool | None = None  # vLLM's, as the next
+    thinking_token_budget: int | None = None
 
     def predicted_text(self) -> str | None:
         """Return the client's predicted output; raises `InvalidRequest`."""
@@ -299,7 +290,7 @@ class ChatBody(GenerationBody, _TemplateFields):
 
     def input(self, request_id: str, prompt: str) -> RequestInput:
         """Return the request; `prompt` is the messages, rendered by the model's chat template."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         fields = self.shared_fields()
         if self.max_completion_tokens is not None:
@@ -308,7 +299,7 @@ class ChatBody(GenerationBody, _TemplateFields):
             request_id=request_id,
             prompt=prompt,
             prompt_field="messages",
-            add_special_tokens=False,
+            add_special_tokens=bool(self.add_special_tokens),  # a chat template writes them itself
             default_max_tokens=None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
@@ -332,11 +323,6 @@ class TokenizeBody(_TemplateFields):
 
 class DetokenizeBody(ModelBody):
     tokens: TokenIds = Field(max_length=MAX_DETOKENIZED_TOKENS)
-
-
-def template_input(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates."""
-    return [message.as_template_input() for message in messages]
 
 
 def parse_json(body: bytes) -> object:
@@ -373,9 +359,11 @@ def _check_extra(name: str, value: object, kind: type[ModelBody]) -> None:
     if value is None or name in IGNORED_FIELDS | kind.passed_fields:
         return
     if name not in NEUTRAL_VALUES:
-        hint = did_you_mean(name, [*kind.model_fields, *kind.passed_fields, *NEUTRAL_VALUES])
-        raise InvalidRequest(f"unknown field {name!r}{hint}", name)
+        known = [*kind.model_fields, *kind.passed_fields, *NEUTRAL_VALUES]
+        is_anothers = name in ChatBody.model_fields or name in CompletionBody.model_fields
+        if kind.passes_over_unknown and not is_anothers and not misspelt(name, known):
+            return
+        raise InvalidRequest(f"unknown field {name!r}{did_you_mean(name, known)}", name)
     # a boolean is not a number here, though 1 == True
     if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL_VALUES[name]):
-        instead = ": tools and tool_choice are" if name in ("functions", "function_call") else ""
-        raise InvalidRequest(f"{name} is not supported{instead}", name)
+        raise InvalidRequest(f"{name} is not supported{_INSTEAD.get(name, '')}", name)

@@ -1,13 +1,14 @@
 """The chats behind `previous_response_id` of /v1/responses: each gateway's latest, within bounds.
 
 A response stays where it was made, and its id names that gateway: another one asks there. It ends with its gateway.
+The ids of its items name the response.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider.cluster.common.errors import ResponseNotFound
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
+_ID = "resp_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Responses:
     def __init__(self, gateway_id: str = "", fetch: FetchElsewhere | None = None) -> None:
         """`fetch` asks another gateway for a response, as `StoredResponse.packed`; None: there is no other gateway."""
         self.own = ResponseStore()
-        self.id_prefix = f"resp_{gateway_id}_" if gateway_id else "resp_"
+        self.id_prefix = f"{_ID}{gateway_id}_" if gateway_id else _ID
         self._fetch = fetch
 
     def put(self, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
@@ -98,6 +100,14 @@ class Responses:
         if response_id not in self.own and (packed := await self._elsewhere(response_id)) is not None:
             return StoredResponse.unpacked(packed)
         return self.own.get(response_id, field)
+
+    async def item(self, item_id: str) -> Mapping[str, Any]:
+        """Return an item of a stored response's output; raises `ResponseNotFound`."""
+        try:
+            items: Sequence[Mapping[str, Any]] = (await self.get(_response_of(item_id))).response["output"]
+            return next(item for item in items if item["id"] == item_id)
+        except (ResponseNotFound, StopIteration):
+            raise ResponseNotFound(item_id, "input") from None
 
     async def remove(self, response_id: str) -> None:
         """Delete a response; raises `ResponseNotFound`."""
@@ -119,3 +129,14 @@ class Responses:
         if self._fetch is None or len(parts) != 3:
             return None
         return await self._fetch(parts[1], response_id, is_removed)
+
+
+def id_of_item(kind: str, response_id: str, index: int) -> str:
+    """Return the id of an output item: `kind` says what it is, the rest which one of which response."""
+    return f"{kind}_{response_id.removeprefix(_ID)}_{index}"
+
+
+def _response_of(item_id: str) -> str:
+    """Return the id of the response that an item's id names."""
+    _, _, named = item_id.partition("_")
+    return _ID + named.rpartition("_")[0]

@@ -5,7 +5,6 @@ Events of a stream: an item or a content part is added, grows by deltas, is done
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from outrider.cluster.api.openai.format import (
     metrics_object,
     usage_object,
 )
-from outrider.cluster.api.openai.response_store import Responses
+from outrider.cluster.api.openai.response_store import Responses, id_of_item
 from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody, in_own_name
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
@@ -42,7 +41,8 @@ class ResponsesFormat(ChatFormat):
 class OutputItems:
     """A response's growing output: reasoning, text and calls, in the order of generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str) -> None:
+        self._response_id = response_id
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item's growing part; of a call, the item
 
@@ -99,10 +99,10 @@ class OutputItems:
         item: dict[str, Any]
         if kind == _TEXT:
             self._open = {"type": _TEXT, "text": "", "annotations": [], "logprobs": []}
-            item = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            item = {"type": "message", "id": self._new_id("msg"), "role": "assistant"}
         else:
             self._open = {"type": _THOUGHT, "text": ""}
-            item = {"type": "reasoning", "id": _new_id("rs"), "summary": []}
+            item = {"type": "reasoning", "id": self._new_id("rs"), "summary": []}
         item |= {"status": "in_progress", "content": []}
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
@@ -112,7 +112,7 @@ class OutputItems:
     def _call(self, call: ToolCall) -> Iterator[Event]:
         item = {
             "type": "function_call",
-            "id": _new_id("fc"),
+            "id": self._new_id("fc"),
             "call_id": call.id,
             "name": call.name,
             "arguments": "",
@@ -129,6 +129,9 @@ class OutputItems:
         self._open["arguments"] += arguments
         return {"type": "response.function_call_arguments.delta", **self._item_place(), "delta": arguments}
 
+    def _new_id(self, kind: str) -> str:
+        return id_of_item(kind, self._response_id, len(self.items))
+
     def _item_place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
@@ -144,8 +147,11 @@ class ResponsesAnswer:
     body: ResponsesBody
     messages: Sequence[Message]  # the chat before the answer, without instructions
     store: Responses
-    output: OutputItems = field(default_factory=OutputItems)
+    output: OutputItems = field(init=False)
     num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self.output = OutputItems(self.id)
 
     @property
     def id(self) -> str:
@@ -244,7 +250,3 @@ def _ending(last: GatewayChunk, shown: ShownChoice) -> dict[str, Any]:
         },
         "metrics": metrics_object([last.speculation]),
     }
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

@@ -22,8 +22,9 @@ from outrider.verifier_service.messages.request import FinishReason, TokenLogpro
 
 
 class TokenSampling(GenerationBody):
-    """`sampling_params`: vLLM's own names, which our completions have, too."""
+    """`sampling_params`: vLLM's own names, which our completions have, too. Trainers' are refused where unknown."""
 
+    passes_over_unknown = False
     passed_fields: ClassVar[frozenset[str]] = frozenset(
         ("output_kind", "detokenize", "spaces_between_special_tokens", "skip_reading_prefix_cache")  # not of the tokens
     )

@@ -59,6 +59,7 @@ ROUTES = {  # by whom they may be called
     CLIENT: [
         *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings"),
         *("POST /v1/responses", "GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
+        *("POST /v1/messages", "POST /v1/messages/count_tokens"),
         *("POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /v1/models/{name:path}"),
         *("GET /load", "GET /version", "GET /openapi.json", "GET /v1/learner"),
         *("POST /generate", "PUT /generate", "POST /inference/v1/generate", "GET /health_generate", "GET /liveness"),

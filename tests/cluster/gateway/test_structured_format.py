@@ -133,3 +133,19 @@ def test_one_description_by_its_kind():
     named = structure_of(StructuredKind.REGEX, "a+", "regex")
     assert named.output == StructuredOutput(kind=StructuredKind.REGEX, text="a+")
     assert structure_of(StructuredKind.JSON_OBJECT, False, "json_object") is None
+
+
+def test_what_no_grammar_can_hold_is_left_out_and_named():
+    schema = {"type": "object", "properties": {"to": {"type": "string", "title": "To", "pattern": "(?!a)b"}}}
+    found = structure_of(StructuredKind.JSON_SCHEMA, schema, "guided_json")
+    assert json.loads(found.output.text) == {"type": "object", "properties": {"to": {"type": "string"}}}
+    lacks = "the answer may break what the grammar lacks and leaves out: pattern of /properties/to"
+    assert found.warnings == (f"guided_json: {lacks}",)
+    with pytest.raises(InvalidRequest, match=r"^guided_json must .* followed: pattern of /properties/to: .*look-ahead"):
+        structure_of(StructuredKind.JSON_SCHEMA, schema, "guided_json", is_strict=True)
+
+
+@pytest.mark.parametrize("kind", [StructuredKind.REGEX, StructuredKind.GRAMMAR])
+def test_a_clients_own_grammar_is_short(kind):
+    with pytest.raises(InvalidRequest, match="guided_x must be at most 16384 characters"):
+        structure_of(kind, "a" * 20_000, "guided_x")

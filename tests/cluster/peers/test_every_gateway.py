@@ -139,6 +139,21 @@ async def test_a_response_is_found_continued_and_removed_through_any_gateway():
         assert (await two.openai.responses.retrieve(third.id)).id == third.id
 
 
+async def test_an_item_of_a_response_is_found_through_any_gateway():
+    one, two = PlayedGateway("one", "rabbit"), PlayedGateway("two", "hole")
+    async with service(one, two):
+        first = await one.openai.responses.create(model="tiny", input="fox")
+        (item,) = first.output
+        reference = {"type": "item_reference", "id": item.id}
+        await two.openai.responses.create(model="tiny", input=[reference, {"role": "user", "content": "and?"}])
+        (request,) = two.backend.requests
+        assert TOKENIZER.decode(request.prompt_token_ids) == "[assistant]rabbit[user]and?[assistant]"
+        for strange in (f"{item.id}0", item.id[:-2], first.id, "msg", "msg_nobody_1_0", "_one_", ""):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await two.openai.responses.create(model="tiny", input=[{"type": "item_reference", "id": strange}])
+            assert refused.value.param == "input"
+
+
 async def test_a_response_ends_with_its_gateway():
     one, two = PlayedGateway("one", "rabbit"), PlayedGateway("two", "hole")
     async with service(one, two):

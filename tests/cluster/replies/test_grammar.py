@@ -9,9 +9,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from fakes.written_calls import written
 from outrider.cluster.replies.families import TOOL_FAMILIES
-from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure, left_out_of_calls
+from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure, held_calls
 from outrider.cluster.replies.reader import ReplySyntax
-from outrider.cluster.replies.tools import read_tool_use
+from outrider.cluster.replies.tools import MAX_TOOLS, read_tool_use
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 from outrider.verifier_service.messages.structured_output import check_structured, grammar_text
 
@@ -116,12 +116,101 @@ def test_constraints_that_the_grammar_lacks_are_left_out_unless_the_tool_is_stri
         for is_strict in (False, True)
     )
     syntax = ReplySyntax(tool_call_parser=family)
-    assert left_out_of_calls(lenient) == ("uniqueItems",)
-    structure = calls_structure(lenient, syntax, {})
+    held = held_calls(lenient, syntax, {})
+    structure, left_out = held.structured, held.left_out
+    assert left_out == ("uniqueItems",)
     assert fits(structure, written(family, [("f", {"cities": ["a", "a"]})]))
     assert not fits(structure, written(family, [("f", {"cities": ["b"]})]))
-    with pytest.raises(ValueError, match="uniqueItems"):
-        check_structured(calls_structure(strict, syntax, {}))
+    with pytest.raises(ValueError, match=r"f: uniqueItems of /properties/cities: .*uniqueItems"):
+        held_calls(strict, syntax, {})
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+
+
+def many_tools(number, *, size=120, strict=False, **schema):
+    """Return tools as agents bring them: most of their schemas only describes."""
+    parameter = {"type": "string", "description": "x" * size, **schema}
+    parameters = {"type": "object", "properties": {f"p{index}": parameter for index in range(6)}, "required": ["p0"]}
+    return [
+        {"type": "function", "function": {"name": f"t{i}", "parameters": parameters, "strict": strict}}
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("need", ["auto", "required"])
+@pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
+@pytest.mark.parametrize("number", [15, MAX_TOOLS])
+def test_as_many_tools_as_agents_bring_are_held(number, family, need):
+    tools = many_tools(number)
+    assert number < MAX_TOOLS or len(json.dumps(tools)) > 60 << 10
+    held = held_calls(read_tool_use(tools, need, None), ReplySyntax(tool_call_parser=family), {})
+    structure, left_out = held.structured, held.left_out
+    assert left_out == ()
+    if need == "required" or family not in (None, "llama3_json", "pythonic"):
+        assert fits(structure, written(family, [("t3", {"p0": "a", "p5": "b"})]))
+        assert not fits(structure, written(family, [("t3", {"p5": "b"})]))
+    else:
+        assert structure is None
+
+
+@pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
+def test_a_pattern_that_no_grammar_can_hold_is_left_out_and_all_else_is_held(family):
+    parameters = {
+        "properties": {"to": {"type": "string", "pattern": EMAIL}, "n": {"type": "integer"}},
+        "required": ["to", "n"],
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    syntax = ReplySyntax(tool_call_parser=family)
+    held = held_calls(read_tool_use(tools, "required", None), syntax, {})
+    structure, left_out = held.structured, held.left_out
+    assert left_out == ("pattern of f/properties/to",)
+    assert fits(structure, written(family, [("f", {"to": "any", "n": 3})]))
+    assert not fits(structure, written(family, [("f", {"to": "any", "n": "x"})]))
+    tools[0]["function"]["strict"] = True
+    with pytest.raises(ValueError, match=r"can be followed: f: pattern of /properties/to: .*look-ahead"):
+        held_calls(read_tool_use(tools, "required", None), syntax, {})
+
+
+@pytest.mark.parametrize("family", [None, "hermes", "qwen3_coder", "pythonic"])
+def test_of_more_than_a_grammar_can_hold_the_largest_schemas_go_first(family):
+    choices = [f"choice {index} of many" for index in range(400)]
+    tools = many_tools(60, enum=choices) + many_tools(61, size=10)[60:]
+    syntax = ReplySyntax(tool_call_parser=family)
+    held = held_calls(read_tool_use(tools, "required", None), syntax, {})
+    structure, left_out = held.structured, held.left_out
+    assert left_out[0].startswith("all of t")
+    assert "all of t60" not in left_out
+    assert fits(structure, written(family, [("t0", {"p0": "any"})]))
+    assert not fits(structure, written(family, [("t60", {"p5": "x"})]))
+    strict = many_tools(60, enum=choices, strict=True)
+    with pytest.raises(ValueError, match=r"structured must be .+"):
+        held_calls(read_tool_use(strict, "required", None), syntax, {})
+
+
+def test_of_a_schema_that_takes_too_long_to_look_at_the_names_are_left():
+    schema = {"type": "string", "pattern": "(?!a)"}
+    for depth in range(10):
+        schema = {
+            "type": "object",
+            "properties": {f"p{depth}_{index}": schema for index in range(2)},
+            "minProperties": 1,
+        }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}, *many_tools(1)]
+    held = held_calls(read_tool_use(tools, "required", None), ReplySyntax(tool_call_parser="hermes"), {})
+    assert held.left_out == ("all of f",)
+    assert fits(held.structured, written("hermes", [("f", {"p9_0": 3, "p9_1": "x"})]))
+    assert not fits(held.structured, written("hermes", [("t0", {"p0": 3})]))
+
+
+def test_a_parameter_whose_name_no_tag_can_have_is_left_out():
+    parameters = {"properties": {"a>b": {}, "c": {"type": "integer"}}, "required": ["a>b", "c"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    use = read_tool_use(tools, "required", None)
+    held = held_calls(use, ReplySyntax(tool_call_parser="qwen3_coder"), {})
+    structure, left_out = held.structured, held.left_out
+    assert left_out == ("f/properties/a>b",)
+    assert fits(structure, written("qwen3_coder", [("f", {"c": 1})]))
 
 
 def test_a_strict_form_stays_strict_beside_tools():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.reader import ReplySyntax, Thinking
 from outrider.cluster.replies.tools import ToolUse, read_tool_use
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -146,7 +146,9 @@ def test_where_there_is_nothing_to_split_nothing_is_read():
     assert ReplySyntax().reader("", AUTO, is_constrained=False) is None
     assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse(), is_constrained=False) is None
     none = read_tool_use(TOOLS, "none", None)
-    assert ReplySyntax(tool_call_parser="hermes").reader("", none, is_constrained=False) is None
+    assert ReplySyntax(tool_call_parser="pythonic").reader("", none, is_constrained=False) is None
+    closed = ReplySyntax(reasoning_parser="deepseek_r1").reader("…<think>\n\n</think>\n\n", AUTO, is_constrained=False)
+    assert closed is None
 
 
 def test_the_tokenizers_own_template_reads_its_answers():
@@ -168,6 +170,11 @@ def test_the_tokenizers_own_template_reads_its_answers():
     text = 'hm</t>So:<call weather>{"city": "Rom", "days": "3"}</call>'
     content, reasoning, calls, _ = read(syntax, text, prompt="a <t> in an earlier turn<start><t>")
     assert (content, reasoning, calls) == ("So:", "hm", BOTH[:1])
+    assert syntax.thought_marks == ("<t>", "</t>")
+    assert syntax.thinking("a<start><t>", "a") is Thinking.OPEN
+    assert syntax.thinking("a<start>", "a") is Thinking.POSSIBLE
+    no_marks = {**template, "fields": {**template["fields"], "thinking": {"open_pattern": "<t>", "close": "</t>"}}}
+    assert ReplySyntax(response_template=no_marks).thought_marks == ()
 
 
 def test_an_unknown_parser_is_refused_by_name():
@@ -175,3 +182,74 @@ def test_an_unknown_parser_is_refused_by_name():
         ReplySyntax(tool_call_parser="nobody")
     with pytest.raises(ValueError, match="reasoning_parser must be one of deepseek_r1, "):
         ReplySyntax(reasoning_parser="nobody")
+
+
+def deep(number, opener="[", closer="]"):
+    return opener * number + closer * number
+
+
+ODD_ARGUMENTS = {
+    "nested": f'{{"a": {deep(1500)}}}',
+    "nested far": f'{{"a": {deep(100_000)}}}',
+    "nested objects": '{"a": ' * 1500 + "1" + "}" * 1500,
+    "not a number": '{"a": NaN}',
+    "infinite": '{"a": [1, -Infinity]}',
+    "half a surrogate": '{"a": "\\ud800"}',
+    "long number": '{"a": ' + "9" * 5000 + "}",
+    "a list": "[1]",
+    "a number": "3",
+    "text that is no JSON": '"{broken"',
+    "text that is no object": '"[1]"',
+    "text with what is no number": '"{\\"a\\": NaN}"',
+}
+IN_FORM = {
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>',
+    "llama3_json": '{{"name": "f", "parameters": {}}}',
+    "mistral": '[TOOL_CALLS][{{"name": "f", "arguments": {}}}]',
+    "granite": '<|tool_call|>[{{"name": "f", "arguments": {}}}]',
+}
+
+
+@pytest.mark.parametrize("size", [997, 10**6])
+@pytest.mark.parametrize("family", IN_FORM)
+@pytest.mark.parametrize("name", ODD_ARGUMENTS)
+def test_arguments_that_are_no_json_of_an_object_are_text(name, family, size):
+    text = IN_FORM[family].format(ODD_ARGUMENTS[name])
+    content, _, calls, _ = read(ReplySyntax(tool_call_parser=family), text, size=size)
+    assert (content, calls) == (text, [])
+
+
+ODD_PYTHON = {
+    "many signs": "[f(a=" + "-" * 7000 + "1)]",
+    "nested": f"[f(a={deep(1500)})]",
+    "nested far": f"[f(a={deep(100_000)})]",
+    "called": "[f(a=" + "g(" * 2000 + ")" * 2000 + ")]",
+    "bytes": '[f(a=b"x")]',
+    "a set": "[f(a={1, 2})]",
+    "complex": "[f(a=1j)]",
+    "infinite": "[f(a=1e999)]",
+    "half a surrogate": '[f(a="\\ud800")]',
+    "a number as a key": "[f(a={(1, 2): 3})]",
+    "a null byte": "[f(a='\x00')]",
+    "long number": "[f(a=" + "9" * 5000 + ")]",
+}
+
+
+@pytest.mark.parametrize("name", ODD_PYTHON)
+def test_odd_python_is_text(name):
+    content, _, calls, _ = read(ReplySyntax(tool_call_parser="pythonic"), ODD_PYTHON[name], size=10**6)
+    assert (content, calls) == (ODD_PYTHON[name], [])
+
+
+def test_what_comes_after_a_call_that_cannot_be_read_is_text_too():
+    good = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    odd = IN_FORM["hermes"].format('{"a": NaN}')
+    content, _, calls, _ = read(ReplySyntax(tool_call_parser="hermes"), f"{good}\n{odd}\n{good}", size=7)
+    assert calls == [("f", {})]
+    assert content.strip() == f"{odd}\n{good}"
+
+
+def test_arguments_may_be_json_in_a_text_or_nothing():
+    for arguments, value in (('"{\\"a\\": 1}"', {"a": 1}), ("null", {}), ('""', {}), ("{}", {})):
+        text = IN_FORM["hermes"].format(arguments)
+        assert read(ReplySyntax(tool_call_parser="hermes"), text)[2] == [("f", value)]

@@ -29,6 +29,9 @@ def test_tools_are_offered_unless_told_otherwise():
         ("auto", ["f", "g"]),
         ("required", ["f", "g"]),
         ({"type": "function", "function": {"name": "g"}}, ["g"]),
+        ({"type": "function", "name": "g"}, ["g"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function("g")]}}, ["g"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}, ["f"]),
     ],
 )
 def test_a_choice_says_what_may_be_called(choice, names):
@@ -51,8 +54,10 @@ def test_a_schema_without_a_type_is_an_objects():
     ("tools", "choice", "field", "says"),
     [
         ([3], None, "tools", "tools[0] must be an object"),
-        ([{"type": "web_search"}], None, "tools", "tools[0].type must be function"),
+        ([{"type": 3}], None, "tools", "tools[0].type must be a string"),
         ([function(), {"type": "function"}], None, "tools", "tools[1].function must be an object"),
+        ([{"type": "web_search"}], "required", "tool_choice", "needs tools"),
+        ([function("a" * 129)], None, "tools", "tools[0].function.name"),
         ([function("a b")], None, "tools", "tools[0].function.name"),
         ([function(None)], None, "tools", "tools[0].function.name"),
         ([function(parameters={"type": "string"})], None, "tools", "tools[0].function.parameters"),
@@ -71,3 +76,17 @@ def test_what_is_wrong_is_named(tools, choice, field, says):
         read_tool_use(tools, choice, None)
     assert refused.value.field == field
     assert says in str(refused.value)
+
+
+def test_tools_that_are_no_functions_are_left_out_and_named():
+    tools = [{"type": "web_search"}, function(), {"type": "custom", "custom": {"name": "p"}}, {"type": "web_search"}]
+    use = read_tool_use(tools, None, None)
+    assert [tool.name for tool in use.tools] == ["f"]
+    assert use.warnings == ("tools: left out, since only functions are served here: web_search, custom",)
+    assert read_tool_use([function()], None, None).warnings == ()
+    assert read_tool_use([{"type": "web_search"}], None, None).need == "none"
+
+
+def test_a_tool_may_have_its_fields_beside_its_type():
+    use = read_tool_use([{"type": "function", "name": "f", "parameters": {"type": ["object"]}}], None, None)
+    assert use.tools == (Tool(name="f", parameters={"type": "object"}),)

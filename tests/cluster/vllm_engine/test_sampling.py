@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
+from outrider.verifier_service.messages.thought import Thought
 
 
 def request(published: tuple[int, ...] = (), **sampling: Any) -> GenerationRequest:
@@ -29,11 +30,17 @@ def request(published: tuple[int, ...] = (), **sampling: Any) -> GenerationReque
     )
 
 
+OPEN = Thought(opening="<think>", closing="</think>", is_open=True)
+BOUNDED = replace(OPEN, max_tokens=5)
+CALLS = StructuredOutput(kind=StructuredKind.GRAMMAR, text="start: A")  # it knows thoughts itself
+
+
 def test_what_both_have_keeps_its_name_and_value():
     asked = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "max_tokens": 20, "min_tokens": 4}
     asked |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "ignore_eos": True}
     asked |= {"logprobs": 3, "prompt_logprobs": 0}
-    found = sampling_of(request(**asked, stop_token_ids=(5, 6)), has_drafts=False)
+    found = sampling_of(request(**asked, stop_token_ids=(5, 6), allowed_token_ids=(7,)), has_drafts=False)
+    assert found["allowed_token_ids"] == [7]
     assert {name: found[name] for name in asked} == asked
     assert (found["stop_token_ids"], found["detokenize"]) == ([5, 6], False)
     assert "logit_bias" not in found
@@ -75,12 +82,21 @@ def test_choices_have_the_seeds_that_vllm_gives_its_own_and_a_continuation_has_a
         (request((4,), presence_penalty=0.1), False, "presence_penalty"),
         (request((4,), frequency_penalty=0.1), False, "frequency_penalty"),
         (request((4,), structured=StructuredOutput(kind=StructuredKind.JSON_OBJECT)), False, "structured"),
+        (request(thought=BOUNDED), False, "thinking_token_budget"),
+        (request(thought=BOUNDED, structured=CALLS), False, "thinking_token_budget"),
+        (request(thought=OPEN, structured=StructuredOutput(kind=StructuredKind.JSON_OBJECT)), False, "structured"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_name(asked: GenerationRequest, has_drafts: bool, field: str):
     with pytest.raises(ValueError, match=f"^{field}: "):
         sampling_of(asked, has_drafts=has_drafts)
     sampling_of(replace(asked, output_token_ids=(), sampling=SamplingParams()), has_drafts=has_drafts)
+
+
+def test_a_form_may_begin_where_no_thought_is_open_and_calls_may_follow_one():
+    sampling_of(request(thought=OPEN, structured=CALLS), has_drafts=False)
+    closed = replace(OPEN, is_open=False)
+    sampling_of(request(thought=closed, structured=StructuredOutput(kind=StructuredKind.JSON_OBJECT)), has_drafts=False)
 
 
 @pytest.mark.parametrize(

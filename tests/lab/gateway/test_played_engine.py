@@ -8,18 +8,19 @@ import pytest
 
 from outrider.drafter_service import embedded
 from outrider.lab.gateway.played_engine import PlayedRunner, played_engine
-from outrider.lab.gateway.played_spec import OnTime, PlayedSpec, Scripted
+from outrider.lab.gateway.played_spec import Asked, OnTime, PlayedSpec, Scripted
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 VOCAB_SIZE, EOS = 64, 0
 MODEL = ModelConfig(path=str(embedded.target_path()), device="cpu")
 
 
-def spec_of(says: OnTime | Scripted, *, step_s: float = 0.0) -> PlayedSpec:
+def spec_of(says: OnTime | Scripted | Asked, *, step_s: float = 0.0) -> PlayedSpec:
     verifier = VerifierSpec(model=MODEL)
     return PlayedSpec(verifier=verifier, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), says=says, step_s=step_s)
 
@@ -27,7 +28,7 @@ def spec_of(says: OnTime | Scripted, *, step_s: float = 0.0) -> PlayedSpec:
 class Playing:
     """An engine that plays, and how long it has paused."""
 
-    def __init__(self, says: OnTime | Scripted, *, step_s: float = 0.0) -> None:
+    def __init__(self, says: OnTime | Scripted | Asked, *, step_s: float = 0.0) -> None:
         spec = spec_of(says, step_s=step_s)
         self.pauses_s: list[float] = []
         runner = PlayedRunner(spec, pause=self.pauses_s.append)
@@ -98,6 +99,16 @@ def test_turns_go_on_with_requests_that_come_later_and_what_has_ended_is_forgott
     assert tokens(playing.run()["a"]) == [41, EOS]
 
 
+def test_what_is_asked_is_answered_whoever_comes_first() -> None:
+    longer, shorter = (load_tokenizer(MODEL).decode(ids) for ids in ([35, 36, 37], [36]))
+    playing = Playing(Asked(replies=((longer, (21, 22)), (shorter, (31,)), ("", (41,)))))
+    for name, prompt in {"a": (40, 41), "b": (40, 35, 36, 37, 41), "c": (40, 36)}.items():
+        playing.ask(name, prompt=prompt)
+    found = playing.run()
+    said = {name: tokens(outputs) for name, outputs in found.items()}
+    assert said == {"a": [41, EOS], "b": [21, 22, EOS], "c": [31, EOS]}
+
+
 def test_a_script_that_ignores_the_end_is_filled_up() -> None:
     playing = Playing(Scripted(sequences=((21,),)))
     playing.ask("a", max_tokens=3, ignore_eos=True)
@@ -137,12 +148,19 @@ def test_a_context_of_128_k_has_room() -> None:
         (OnTime(token_ids=()), "says"),
         (OnTime(token_ids=(VOCAB_SIZE,)), "says"),
         (Scripted(sequences=((1,), ())), "says"),
+        (Asked(replies=(("a", (1,)), ("", (VOCAB_SIZE,)))), "says"),
     ],
 )
-def test_a_bad_spec_is_refused_by_name(says: OnTime | Scripted, field: str) -> None:
+def test_a_bad_spec_is_refused_by_name(says: OnTime | Scripted | Asked, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         spec_of(says)
     with pytest.raises(ValueError, match="step_s"):
         spec_of(OnTime(token_ids=(1,)), step_s=-1.0)
     with pytest.raises(ValueError, match="sequences"):
         Scripted(sequences=())
+
+
+@pytest.mark.parametrize("replies", [(), (("a", (1,)),)])
+def test_answers_without_one_for_every_prompt_are_refused(replies: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    with pytest.raises(ValueError, match="replies"):
+        Asked(replies=replies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.lab.gateway.played_service import UNREADABLE, played_config, played_spec, scripted, whole_tokens
+from outrider.lab.gateway.played_service import UNREADABLE, asked, played_config, played_spec, scripted, whole_tokens
 from outrider.lab.gateway.played_spec import MAX_MODEL_LEN, OnTime
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
@@ -28,6 +28,7 @@ def test_every_token_that_is_said_has_a_text_of_its_own() -> None:
 
 def test_a_script_is_the_tokens_of_texts() -> None:
     assert scripted(Letters(), ("ab", "c")).sequences == ((97, 98), (99,))
+    assert asked(Letters(), {"who": "ab", "": "c"}).replies == (("who", (97, 98)), ("", (99,)))
 
 
 def test_the_service_has_no_drafts_and_says_the_embedded_tokenizers_words() -> None:

@@ -113,7 +113,8 @@ def test_what_cannot_be_followed_is_refused(wanted, reason):
     ("fields", "reason"),
     [
         ({"kind": StructuredKind.REGEX}, "a regex that is not empty"),
-        ({"kind": StructuredKind.REGEX, "text": "a" * 20_000}, "at most 16384 characters"),
+        ({"kind": StructuredKind.REGEX, "text": "a" * 200_000}, "at most 131072 characters"),
+        ({"kind": StructuredKind.GRAMMAR, "text": "a" * 600_000}, "at most 524288 characters"),
         ({"kind": StructuredKind.JSON_SCHEMA, "text": "a" * 200_000}, "at most 131072 characters"),
         ({"kind": StructuredKind.CHOICE}, "1 to 1024 texts"),
         ({"kind": StructuredKind.CHOICE, "choices": ("a", "")}, "none of them empty"),

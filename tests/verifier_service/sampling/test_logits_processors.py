@@ -316,3 +316,33 @@ def test_what_is_counted_from_a_longer_start_is_the_same():
 
 def test_what_changes_no_logits_needs_no_processor():
     assert not LogitsProcessor.is_needed(SamplingParams(temperature=0.5, top_k=3, stop_token_ids=(4,)))
+
+
+class Allows:
+    """A grammar that allows the same tokens everywhere, over more tokens than the model has."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.row = np.packbits(np.isin(np.arange(32), token_ids), bitorder="little")
+
+    def allowed(self, output: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        return np.tile(self.row, (len(draft) + 1, 1))
+
+
+def test_only_allowed_tokens_may_come():
+    row = [1.0, 2.0, 3.0, -4.0]
+    assert processed([row] * 2, draft=(1,), allowed_token_ids=(0, 3)) == [[1.0, -INF, -INF, -4.0]] * 2
+    bias = (LogitBias(token_id=3, bias=1.0),)
+    assert processed([row], allowed_token_ids=(3,), logit_bias=bias) == [[-INF, -INF, -INF, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("by_grammar", "expected"), [((1, 2, 9), [-INF, 2.0, -INF, -INF]), ((2, 3), [-INF, -INF, 3.0, -4.0])]
+)
+def test_allowed_tokens_give_way_where_a_grammar_allows_none_of_them(by_grammar, expected):
+    form = StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+    sampling = SamplingParams(allowed_token_ids=(0, 1), structured=form)
+    made = LogitsProcessor(sampling, num_prompt_tokens=2, stop_token_ids=(), vocab_size=4, mask=Allows(*by_grammar))
+    alone = make_processor(SamplingParams(allowed_token_ids=(0,)), vocab_size=4)
+    edits = [(0, made.edits(PROMPT, ())), (1, alone.edits(PROMPT, ()))]
+    rows = apply_edits(torch.tensor([[1.0, 2.0, 3.0, -4.0]] * 2), edits)
+    assert rows.tolist() == [expected, [1.0, -INF, -INF, -INF]], "masks of both widths in one step"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cluster.api.anthropic.options import SILENT_FIELDS
+from outrider.cluster.api.openai.messages import MessagesBody
 from outrider.cluster.api.openai.protocol import IGNORED_FIELDS, NEUTRAL_VALUES, ChatBody, CompletionBody
 from outrider.cluster.api.openai.responses_protocol import ResponsesBody
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
@@ -27,7 +29,7 @@ def documented(section: str) -> dict[str, str]:
 def test_every_field_is_in_its_table(section, kinds):
     told = documented(section)
     served = {name for kind in kinds for name in (*kind.model_fields, *kind.passed_fields)}
-    refused = {"truncation", "background", "include"}
+    refused = {"background", "conversation", "prompt", "top_logprobs"} if section == "Responses" else set()
     assert {name for name, kind in told.items() if kind == "honoured"} - {"disable_speculative_decoding"} == (
         served - refused
     )
@@ -37,6 +39,13 @@ def test_every_field_is_in_its_table(section, kinds):
     else:
         assert {name for name, kind in told.items() if kind == "ignored"} == IGNORED_FIELDS
         assert {name for name, kind in told.items() if kind == "refused"} == NEUTRAL_VALUES.keys() - {"echo"}
+
+
+def test_every_field_of_anthropics_is_in_its_table():
+    told = documented("Anthropic's messages")
+    served = {*MessagesBody.model_fields, *MessagesBody.passed_fields} - SILENT_FIELDS
+    assert {name for name, kind in told.items() if kind == "honoured"} == served
+    assert {name for name, kind in told.items() if kind == "ignored"} == SILENT_FIELDS
 
 
 def test_every_parser_is_in_its_place():

@@ -148,7 +148,7 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
-        ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "top_logprobs": 1}, "top_logprobs"),
         ({"prompt": "a", "logprobs_mode": "processed"}, "logprobs_mode"),
@@ -530,7 +530,7 @@ async def test_a_long_chat_is_not_tokenised_for_nothing(tokenizer, backend):
     ("body", "status", "text"),
     [
         (b"[" * 100_000 + b"]" * 100_000, 400, "nested too deeply"),
-        (b'{"prompt": "a", "x": ' + b'{"a":' * 300 + b"1" + b"}" * 301, 400, "unknown field 'x'"),
+        (b'{"prompt": "a", "promt": ' + b'{"a":' * 300 + b"1" + b"}" * 301, 400, "unknown field 'promt'"),
         (b'{"prompt": "a", "speculative_prefill": true}', 400, "speculative prefill is not served: "),
         (b'{"prompt": "a", "rejection_sample_method": "judge"}', 400, "lossy judges are not served: "),
         (b'{"prompt": "\\ud800"}', 400, "surrogate"),
@@ -651,7 +651,7 @@ async def test_who_speaks_reaches_the_template(tokenizer, backend):
     assert asked == [{"role": "user", "content": "a", "name": "Ann"}]
 
 
-@pytest.mark.parametrize("field", ["function_call", "contents"])
+@pytest.mark.parametrize("field", ["audio", "contents"])
 async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend, field):
     message = {"role": "assistant", "content": "a"}
     async with client_of(backend, tokenizer) as client:

@@ -167,7 +167,6 @@ async def test_a_stop_token_is_in_the_tokens_and_named(fleet: TrainedFleet):
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": PROMPT, "sampling_params": {"temprature": 1.0}}, "temprature"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-        ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}}, "max_new_tokens"),
         ({"input_ids": [PROMPT, PROMPT], "sampling_params": [{}]}, "sampling_params"),
         ({"input_ids": [PROMPT, PROMPT], "rid": ["a"]}, "rid"),
         ({"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
