@@ -1,4 +1,4 @@
-"""Keys, checked in front of the HTTP application and of the gRPC services, which find the shown key's policy set.
+"""Keys, checked in front of the HTTP application and of the gRPC services, which find the shown key set.
 
 Open without a key: probes, /metrics (which holds neither prompts nor request ids) and gRPC's health service, whose
 clients have no key, and the web page's files, since its reader types a key there. Who may do what: `access`.
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cluster.api.access import CLIENT_RPCS, OPEN_PATHS, OPEN_RPCS, require_admin
 from outrider.cluster.api.openai.answer import error_response
-from outrider.cluster.common.api_keys import HOW_TO_SHOW, ApiKeys, KeyPolicy, shown_policy
+from outrider.cluster.common.api_keys import HOW_TO_SHOW, NO_KEY, ApiKeys, ShownKey, shown_key
 from outrider.cluster.common.errors import OutriderError, Unauthenticated
 
 _REFUSAL = f"a valid API key is needed, {HOW_TO_SHOW}"
@@ -39,27 +39,27 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            policy = self._admit(scope, path)
+            key = self._admit(scope, path)
         except OutriderError as refusal:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await error_response(refusal, path)(scope, receive, send)
             return
-        token = shown_policy.set(policy)
+        token = shown_key.set(key)
         try:
             await self._app(scope, receive, send)
         finally:
-            shown_policy.reset(token)
+            shown_key.reset(token)
 
-    def _admit(self, scope: Scope, path: str) -> KeyPolicy:
-        """Return the policy of the shown key; raises what the request is refused for."""
-        policy = self._keys.admit(_headers(scope)) if self._keys else KeyPolicy.DEFAULT
-        if policy is None:
+    def _admit(self, scope: Scope, path: str) -> ShownKey:
+        """Return the shown key; raises what the request is refused for."""
+        key = self._keys.admit(_headers(scope)) if self._keys else NO_KEY
+        if key is None:
             raise Unauthenticated(_REFUSAL)
         if path in self._admin_paths:
             require_admin(self._keys, list(_headers(scope)), path, is_private=self._is_private)
-        return policy
+        return key
 
 
 def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
@@ -80,9 +80,9 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         method, shown = handler_call_details.method, handler_call_details.invocation_metadata
         if method.startswith(OPEN_RPCS):
             return await continuation(handler_call_details)
-        if (policy := self._keys.admit(shown)) is None:
+        if (key := self._keys.admit(shown)) is None:
             return _refuse_rpc(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
-        shown_policy.set(policy)  # until the call's task ends
+        shown_key.set(key)  # until the call's task ends
         handler = await continuation(handler_call_details)
         if handler is not None and method not in CLIENT_RPCS and not self._keys.is_admin(shown):
             return _refuse_rpc(grpc.StatusCode.PERMISSION_DENIED, f"{method} needs an admin's key, {HOW_TO_SHOW}")

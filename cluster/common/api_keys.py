@@ -1,4 +1,4 @@
-"""API keys: hashed when configured, compared in constant time; what one opens, and what may be kept that it brings."""
+"""API keys: hashed when configured, compared in constant time; what one opens, what is kept of its requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,21 @@ class KeyPolicy(Enum):
 
 
 _POLICIES = tuple(KeyPolicy)
-# of the key that the present HTTP request or gRPC call has shown; set in front of the doors
-shown_policy: ContextVar[KeyPolicy] = ContextVar("shown_policy", default=KeyPolicy.DEFAULT)
+PARTITION_CHARS = 32  # hex digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownKey:
+    """What holds for requests that show a key."""
+
+    policy: KeyPolicy = KeyPolicy.DEFAULT
+    # `PARTITION_CHARS` hex digits: only requests of one partition share KV, past responses and samples. "": that of all
+    partition: str = ""
+
+
+NO_KEY = ShownKey()
+# the one of the present HTTP request or gRPC call; set in front of the doors
+shown_key: ContextVar[ShownKey] = ContextVar("shown_key", default=NO_KEY)
 
 
 def hash_api_key(key: str) -> str:
@@ -164,9 +177,13 @@ class KeyOptions(Options):
 class ApiKeys:
     """The service's keys, as hashes with policies and roles; without keys, the service is open."""
 
-    def __init__(self, hashes: Sequence[str]) -> None:
-        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy, and each role."""
+    def __init__(self, hashes: Sequence[str], *, shares: bool = False) -> None:
+        """`hashes`: see `require_hashes`. A key that is there twice has the stricter policy, and each role.
+
+        `shares`: all keys have one partition, not each its own.
+        """
         self._known = [_known(entry, "api_key_hashes") for entry in hashes]
+        self._shares = shares
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -176,9 +193,12 @@ class ApiKeys:
         """Whether there is an admin's key."""
         return any(key.is_admin for key in self._known)
 
-    def admit(self, headers: Iterable[tuple[str, str]]) -> KeyPolicy | None:
-        """Return the strictest policy of the known keys in the headers; None: there is no known key."""
-        return min((key.policy for key in self._found(headers)), key=_POLICIES.index, default=None)
+    def admit(self, headers: Iterable[tuple[str, str]]) -> ShownKey | None:
+        """Return the known key in the headers, of several the one with the strictest policy; None: there is none."""
+        found = min(self._found(headers), key=lambda key: _POLICIES.index(key.policy), default=None)
+        if found is None:
+            return None
+        return ShownKey(policy=found.policy, partition="" if self._shares else _partition_of(found.digest))
 
     def is_admin(self, headers: Iterable[tuple[str, str]]) -> bool:
         """Return whether an admin's key is in the headers."""
@@ -189,6 +209,11 @@ class ApiKeys:
         digests = [hash_api_key(key) for key in _shown_keys(headers)]
         fits = [(hmac.compare_digest(digest, key.digest), key) for digest in digests for key in self._known]
         return [key for is_right, key in fits if is_right]
+
+
+def _partition_of(digest: str) -> str:
+    """Return the name of a key's partition, which tells neither the key nor its hash."""
+    return hashlib.blake2b(digest.encode(), digest_size=PARTITION_CHARS // 2, person=b"partition").hexdigest()
 
 
 def _shown_keys(headers: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ OutriderError                      500  INTERNAL
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
 │   ├── BodyTooSlow                408  INVALID_ARGUMENT
 │   └── NotJson                    415  INVALID_ARGUMENT
+├── Conflict                       409  ABORTED             something else goes on that it cannot run beside
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
 ├── Forbidden                      403  PERMISSION_DENIED   it needs an admin's key, or comes from a foreign page
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue is at its limit: try again later
@@ -72,6 +73,10 @@ class BodyTooSlow(InvalidRequest):
 
 class NotJson(InvalidRequest):
     """The request's body is not declared as JSON."""
+
+
+class Conflict(OutriderError):
+    """The request cannot run beside another one that goes on; after that it may be tried again."""
 
 
 class Unauthenticated(OutriderError):
@@ -151,6 +156,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
     ),
     InvalidRequest: ErrorMapping(
         http_status=400, grpc_status=grpc.StatusCode.INVALID_ARGUMENT, openai_type="invalid_request_error"
+    ),
+    Conflict: ErrorMapping(
+        http_status=409,
+        grpc_status=grpc.StatusCode.ABORTED,
+        openai_type="invalid_request_error",
+        openai_code="conflict",
     ),
     Unauthenticated: ErrorMapping(
         http_status=401,

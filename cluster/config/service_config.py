@@ -119,9 +119,21 @@ class GatewayOptions(KeyOptions):
     kv_peers: Annotated[tuple[str, ...], Json] = option(
         (), "Verifiers of other services that a request's kv_transfer_params may name: HOST or HOST:PORT of each."
     )
+    trainer_hosts: Annotated[tuple[str, ...], Json] = option(
+        ("127.0.0.1", "::1", "localhost"), "Hosts that a trainer's master_address may name: verifiers connect to them."
+    )
+    trainer_timeout_s: Seconds = option(
+        45.0, "Seconds that joining a trainer's group may take, and each bucket of its tensors."
+    )
     own_listener: bool = False  # HTTP without Serve's proxy, as with TLS; `outrider serve` sets it, a YAML may
     allowed_origins: Annotated[tuple[str, ...], Json] = option(
         ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
+    )
+    share_between_keys: bool = option(
+        False, "One prefix cache, and one store of past responses and samples, for all API keys. Default: each its own."
+    )
+    allow_typical_acceptance: bool = option(
+        False, "Requests may ask for the lossy rejection_sample_method typical. Default: only if it is the service's."
     )
     otlp_traces_endpoint: str | None = option(None, "Send traces there by OTLP over gRPC. Default: no traces.")
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
@@ -252,6 +264,12 @@ class ServiceConfig(PoolsConfig):
     @property
     def listens_itself(self) -> bool:
         return self.gateway.own_listener or self.tls is not None  # Serve's proxy verifies no client
+
+    @property
+    def is_shared_by_strangers(self) -> bool:
+        """Whether clients of other hosts share one prefix cache without any key: counts would tell of one another."""
+        is_near = self.listens_itself and is_loopback(self.host)  # Serve's proxy listens where Serve was told to
+        return not self.gateway.api_key_hashes and not is_near
 
     @property
     def active(self) -> list[PoolOptions]:

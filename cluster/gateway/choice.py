@@ -152,6 +152,7 @@ class Choice:
     previous_s: float | None = None
     finish_reason: FinishReason | None = None
     num_completion_tokens: int = 0
+    tells_cached: bool = True  # False: the client is told of no prompt tokens in the prefix cache
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -233,7 +234,7 @@ class Choice:
             chunk.usage = Usage(
                 num_prompt_tokens=len(self.message.prompt_token_ids),
                 num_completion_tokens=self.num_completion_tokens,
-                num_cached_tokens=self.num_cached_tokens,
+                num_cached_tokens=self.num_cached_tokens if self.tells_cached else 0,
             )
         return chunk
 

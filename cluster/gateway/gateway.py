@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from outrider.cluster.common.api_keys import shown_policy
+from outrider.cluster.common.api_keys import shown_key
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
 from outrider.cluster.gateway.next_turn import NextTurnPrefill, PrefillBackend
@@ -86,9 +86,10 @@ class Gateway:
     async def parse(self, request: RequestInput) -> ValidRequest:
         """Check and tokenise wire input of the present call; raises `InvalidRequest` naming the field.
 
-        What may be kept of it is decided here, for every door: by its `store` and salt, and by the key it came with.
+        What may be kept of it, and who shares it, is decided here, for every door: by its `store` and salt, and by the
+        key it came with.
         """
-        return await self._parser.parse(request, shown_policy.get())
+        return await self._parser.parse(request, shown_key.get())
 
     def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""
@@ -167,6 +168,7 @@ class Gateway:
                 min_tokens=sampling.min_tokens,
             ),
             is_prompt_only=request.is_prompt_only,
+            tells_cached=self.model.tells_cached,
             metrics=self.metrics,
             clock=self._clock,
             started_s=started_s,

@@ -6,10 +6,12 @@ is named by its id, as in vLLM's `token_id:5`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.cluster.common.errors import RequestFailed
 from outrider.cluster.gateway.choice import OutputToken
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.text_codec import TextCodec
@@ -139,4 +141,7 @@ def _chat_token(token_id: int, logprob: float, naming: _Naming) -> dict[str, Any
 
 
 def finite(logprob: float) -> float:
+    """Return a log probability that JSON can say; raises `RequestFailed` for NaN, which tells of a broken model."""
+    if math.isnan(logprob):
+        raise RequestFailed("the model gave a log probability that is not a number")
     return max(logprob, LOWEST_LOGPROB)

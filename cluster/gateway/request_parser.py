@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.common.api_keys import KeyPolicy
+from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
 from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
@@ -68,6 +68,8 @@ class ModelInfo:
     rollouts: bool = False  # responses are remembered by prompt or `history_key`
     learns: bool = False  # a pool's drafters learn from requests that allow it
     hands_over: bool = False  # its verifiers hand requests over with their KV
+    allows_lossy: bool = False  # requests may name a lossy `acceptance`
+    tells_cached: bool = True  # answers say how many prompt tokens were in the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,8 @@ class ValidRequest:
     priority: int
     target_inter_token_ms: float | None
     session_id: str | None
-    cache_salt: str
+    cache_salt: str  # the shown key's partition, then the client's salt
+    partition: str = ""  # the former alone
     history_key: str | None = None  # as in `GenerationRequest`
     may_learn: bool = False
     adapter: str | None = None
@@ -164,6 +167,7 @@ class ValidRequest:
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
+                partition=self.partition,
                 history_key=self.history_key,
                 may_learn=self.may_learn,
                 adapter=self.adapter,
@@ -186,10 +190,10 @@ class RequestParser:
         self.model = model
         self.text = text
 
-    async def parse(self, request: RequestInput, key_policy: KeyPolicy = KeyPolicy.DEFAULT) -> ValidRequest:
-        """Check wire input; raises `InvalidRequest` naming the field. `key_policy`: of the key that came with it."""
+    async def parse(self, request: RequestInput, key: ShownKey = NO_KEY) -> ValidRequest:
+        """Check wire input; raises `InvalidRequest` naming the field. `key`: the one that came with it."""
         request = self._with_defaults(request)
-        is_kept = request.store is not False and key_policy is not KeyPolicy.NEVER
+        is_kept = request.store is not False and key.policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
         priority = request.priority or 0
@@ -215,9 +219,10 @@ class RequestParser:
             priority=priority,
             target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
-            cache_salt=_label(request.cache_salt, "cache_salt") or "",
+            cache_salt=key.partition + (_label(request.cache_salt, "cache_salt") or ""),
+            partition=key.partition,
             history_key=self._history_key(request, is_kept=is_kept),
-            may_learn=is_kept and self.model.learns and self._is_open(request, key_policy),
+            may_learn=is_kept and self.model.learns and self._is_open(request, key.policy),
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
             warnings=_warnings(request, num_free_tokens),
@@ -339,9 +344,12 @@ class RequestParser:
         if name is None:
             return self.model.acceptance
         try:
-            return acceptance_rule(name)
+            rule = acceptance_rule(name)
         except ValueError as error:
             raise InvalidRequest(f"rejection_sample_method {error}", "rejection_sample_method") from error
+        is_allowed = not rule.is_lossy or self.model.allows_lossy
+        _require(is_allowed, "rejection_sample_method", f"no {rule}: the service has no --allow-typical-acceptance")
+        return rule
 
     def _logprobs_mode(self, request: RequestInput) -> LogprobsMode | None:
         """Return the mode; the model's is for requests with log probabilities alone: others may be lossy."""

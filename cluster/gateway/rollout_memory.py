@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.history import PastResponse, filed_under
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 
 MAX_CARRIED_TOKENS = 1 << 14  # of one request: a drafter in a verifier's process holds its step up to learn them
+MIN_COUNTED = 32  # tokens
 MAX_VERIFIERS = 1024  # of which the memory knows what they have
 
 
@@ -28,7 +29,7 @@ class MemoryLimits:
     num_versions: int = 4  # of the weights, whose responses are kept, as in drafters
     max_responses: int = 64  # of one key
     max_keys: int = 1 << 16
-    max_tokens: int = 1 << 24  # of all keys, in 4 bytes each
+    max_tokens: int = 1 << 24  # of all keys, in 4 bytes each; see `counted`
     max_drafter_responses: int = 10_000  # of all keys, as in drafters; 0: they keep none, and none is sent
     max_drafter_tokens: int = 500_000
 
@@ -39,6 +40,11 @@ class Remembered(NamedTuple):
     number: int  # in the order in which the memory got them
     version: int  # number of the version of the weights that drew it
     token_ids: array[int]
+
+    @property
+    def counted(self) -> int:
+        """How many tokens it counts as: what surrounds them takes as much memory as `MIN_COUNTED`."""
+        return max(MIN_COUNTED, len(self.token_ids))
 
 
 class Exported(NamedTuple):
@@ -135,7 +141,7 @@ class RolloutMemory:
         `drafters`: those that the verifier has links to. A new one has nothing: all of it is sent again, and those that
         have it keep nothing twice. A response counts however it ended, unless the request moves to another verifier.
         """
-        key = filed_under(request.history_key, request.prompt_token_ids)
+        key = filed_under(request.history_key, request.prompt_token_ids, request.partition)
         verifier = self._verifier(verifier_id, drafters)
         history = self._take(key, verifier)
         sample = Sample(replace(request, history=history) if history else request, list(request.output_token_ids))
@@ -174,22 +180,24 @@ class RolloutMemory:
         self._num_recorded += 1
         one = Remembered(self._num_recorded, version, array("i", told.token_ids))
         responses.append(one)
-        self._num_tokens += len(one.token_ids)
+        self._num_tokens += one.counted
         while len(self._keys) > self.limits.max_keys or self._num_tokens > self.limits.max_tokens:
             self._drop_least_used()
         if verifier_id is not None and verifier_id in self._verifiers:
             self._verifiers[verifier_id].add(key, [one], self.limits)
 
-    def exported(self) -> list[Exported]:
-        """Return all responses, those of older versions first: recorded in this order, they export the same."""
-        found = [
-            (one.version, one.number, key, one.token_ids)
-            for key, responses in self._keys.items()
-            for one in responses
-            if one.version > self._last_dropped
-        ]
+    def knows(self, weight_version: str) -> bool:
+        """Return whether responses of a version are kept: another one would be the newest, and end the oldest."""
+        return weight_version in self._versions
+
+    def exported(self) -> Iterator[Exported]:
+        """Return all responses of now, those of older versions first: recorded in this order, they export the same.
+
+        What takes long is done as the iterator goes on, which may be on another thread.
+        """
+        kept = [(key, tuple(responses)) for key, responses in self._keys.items()]
         names = dict(zip(range(self._newest - len(self._versions) + 1, self._newest + 1), self._versions, strict=True))
-        return [Exported(key, names.get(version), token_ids.tolist()) for version, _, key, token_ids in sorted(found)]
+        return _in_order(kept, names, self._last_dropped)
 
     def clear(self) -> None:
         """Forget all responses. Drafters that have them drop them with their versions, or for others."""
@@ -201,7 +209,7 @@ class RolloutMemory:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if bounds are exceeded, or the sums are those of other responses."""
         known = [one for responses in self._keys.values() for one in responses]
-        assert self._num_tokens == sum(len(one.token_ids) for one in known) <= self.limits.max_tokens
+        assert self._num_tokens == sum(one.counted for one in known) <= self.limits.max_tokens
         assert len(self._keys) <= self.limits.max_keys
         assert all(0 < len(responses) <= self.limits.max_responses for responses in self._keys.values())
         assert "" not in self._keys, "responses of requests that declined"
@@ -265,7 +273,7 @@ class RolloutMemory:
             return
         self._keys.move_to_end(key)
         kept = [one for one in responses if one.version > self._last_dropped]
-        self._num_tokens -= sum(len(one.token_ids) for one in responses) - sum(len(one.token_ids) for one in kept)
+        self._num_tokens -= sum(one.counted for one in responses) - sum(one.counted for one in kept)
         self._keys[key] = deque(kept)
         if not kept:
             del self._keys[key]
@@ -276,7 +284,17 @@ class RolloutMemory:
             self._remove_oldest(next(iter(self._keys.values())))
         else:
             _, responses = self._keys.popitem(last=False)
-            self._num_tokens -= sum(len(one.token_ids) for one in responses)
+            self._num_tokens -= sum(one.counted for one in responses)
 
     def _remove_oldest(self, responses: deque[Remembered]) -> None:
-        self._num_tokens -= len(responses.popleft().token_ids)
+        self._num_tokens -= responses.popleft().counted
+
+
+def _in_order(
+    kept: Sequence[tuple[str, Sequence[Remembered]]], names: Mapping[int, str], last_dropped: int
+) -> Iterator[Exported]:
+    """Yield responses, those of older versions first, but for those that are too old."""
+    found = [(one.version, one.number, key, one.token_ids) for key, responses in kept for one in responses]
+    for version, _, key, token_ids in sorted(found):
+        if version > last_dropped:
+            yield Exported(key, names.get(version), token_ids.tolist())

@@ -98,6 +98,7 @@ class HostRequest:
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     store: bool | None = None  # whether a pool may learn from it, as its client says; None: the client says nothing
+    cache_salt: str = ""  # only requests with the same salt draft from one another's texts
 
 
 class Host(Protocol):
@@ -275,6 +276,7 @@ class HostedDrafting:
             num_prompt_tokens=description.num_prompt_tokens,
             plan=self._default_plan,
             arrival_s=self._clock(),
+            cache_salt=description.cache_salt,
             history_key="" if description.store is False else None,
             may_learn=self._config.may_learn(description.store),
         )

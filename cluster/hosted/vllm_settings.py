@@ -17,6 +17,7 @@ from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
 CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on the draft length; 0: off
 STORE_KEY = "store"  # of a request's vllm_xargs: whether a pool may learn from it
+SALT_KEY = "cache_salt"  # of a request's vllm_xargs: only requests of the same one draft from one another's texts
 TRIED_VERSIONS = ("0.32.",)
 V2_METHOD = "ngram"  # the only V2 method without a model that is scheduled step by step
 # with V2: drafts and states would be on different ranks
@@ -89,6 +90,7 @@ def request_of(sampling: Any, num_prompt_tokens: int, *, draft_seeded: bool) -> 
         num_speculative_tokens=cap,
         stop_token_ids=frozenset(stop_token_ids or ()),
         store=_store_of(sampling.extra_args),
+        cache_salt=str((sampling.extra_args or {}).get(SALT_KEY, "")),
     )
 
 

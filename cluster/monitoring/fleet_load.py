@@ -67,6 +67,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "num_waiting": report.load.num_waiting,
         "kv_usage": report.load.kv_usage,
         "weight_version": report.load.weight_version,
+        "weights_digest": report.load.weights_digest,
         "weights_error": report.load.weights_error,
         "is_paused": report.load.is_paused,
         "tokens_per_s": report.load.tokens_per_s,

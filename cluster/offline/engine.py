@@ -195,9 +195,9 @@ class OfflineEngine:
                 self.drafts, show = open_local_drafter(drafter, runner, *_load_draft_model(opening, drafter))
             self.engine, self.runner, self.model = build_engine(runner, spec, self.drafts), runner, runner.model
             self.engine.stats.graphs = runner.graph_counts
-            self._change_weights = weights.change
+            self._weights = weights
             self._change_draft = None if isinstance(self.drafts, NoDrafters) else self.drafts.change_weights
-            self._control = EngineControl(self.engine, weights.change, self._change_draft)
+            self._control = EngineControl(self.engine, weights, self._change_draft)
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)
@@ -243,7 +243,7 @@ class OfflineEngine:
             *(self.engine, RelayDraftClient(), pipe),
             clock=time.monotonic,
             check_integrity=self.config.check_integrity,
-            change_weights=self._change_weights,
+            weights=self._weights,
             change_draft=self._change_draft,
         ).run()
 
@@ -262,6 +262,8 @@ class OfflineEngine:
         assert not self.engine.has_work(), "weights change between requests"
         self.engine.drain()
         self._control.handle(message)
+        if self._control.is_changing:
+            self._control.finish_change()
         (result,) = self._control.take_results()
         if result.error is not None:
             raise ValueError(result.error)

@@ -30,7 +30,7 @@ from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.security import is_loopback
 from outrider.cluster.config.service_config import OUTRIDER, GatewayOptions, ServiceConfig
-from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.cluster.gateway.fleet_control import FleetControl, TrainerLimits
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, Recorded, RolloutMemory
@@ -100,6 +100,8 @@ class GatewayReplica:
             rollouts=config.verifiers.rollouts,
             learns=bool(config.learning),
             hands_over=config.verifiers.engine == OUTRIDER,
+            allows_lossy=config.gateway.allow_typical_acceptance,
+            tells_cached=not config.is_shared_by_strangers,
         )
         self._others = Others(gateway_id, config.links.credentials)
         memory = memory_of(config, self._others.tell)
@@ -129,6 +131,10 @@ class GatewayReplica:
         )
         self._responses = Responses(gateway_id, self._fetch_response)
         await self._meet_the_others(config, metrics.registry, router)
+        await self._open_doors(config, metrics)
+        tell_phase("ready")
+
+    async def _open_doors(self, config: ServiceConfig, metrics: GatewayMetrics) -> None:
         self._grpc_server = await self._serve_grpc(config)
         fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         shared = SharedMetrics(metrics.registry, fleet, self._others)
@@ -136,7 +142,6 @@ class GatewayReplica:
         # with TLS nothing: Serve's proxies verify no client
         self._proxied_api = FastAPI(openapi_url=None) if config.tls else self._guarded(config)
         self._http_server = self._serve_http(config)
-        tell_phase("ready")
 
     async def _meet_the_others(self, config: ServiceConfig, own: CollectorRegistry, router: Any) -> None:
         """Answer the other gateways, and begin to know them."""
@@ -163,7 +168,7 @@ class GatewayReplica:
 
     async def _serve_grpc(self, config: ServiceConfig) -> RunningGrpcServer:
         """Start the gRPC server, with its interceptors."""
-        keys = ApiKeys(config.gateway.api_key_hashes)
+        keys = ApiKeys(config.gateway.api_key_hashes, shares=config.gateway.share_between_keys)
         return await start_grpc_server(
             self._gateway,
             config.address(config.grpc_port),
@@ -196,9 +201,10 @@ class GatewayReplica:
         return guarded(self._app, config.gateway, self._tracing, is_private=is_private)
 
     def _trainer_doors(self, config: ServiceConfig) -> TrainerDoors:
+        trainers = TrainerLimits(hosts=config.gateway.trainer_hosts, timeout_s=config.gateway.trainer_timeout_s)
         return TrainerDoors(
             every=self._every,
-            fleet=FleetControl.over_links(self._router, config.links.credentials),
+            fleet=FleetControl.over_links(self._router, config.links.credentials, trainers),
             is_healthy=self._has_verifier,
             model_path=config.model.target_path,
             tensor_parallel_size=config.verifiers.tensor_parallel_size,
@@ -301,7 +307,7 @@ def application_of(
 def guarded(app: FastAPI, options: GatewayOptions, tracing: Tracing | None = None, *, is_private: bool) -> ASGIApp:
     """Return an application behind its middleware; `is_private`: only this machine's programs reach it."""
     api: ASGIApp = app if tracing is None else tracing.middleware(app)
-    keys = ApiKeys(options.api_key_hashes)
+    keys = ApiKeys(options.api_key_hashes, shares=options.share_between_keys)
     api = ApiKeyMiddleware(api, keys, admin_paths=admin_paths(app.routes), is_private=is_private)
     if options.allowed_origins:  # outside the keys: a browser asks before it may show one
         origins = list(options.allowed_origins)
@@ -321,6 +327,8 @@ def model_info(
     rollouts: bool = False,
     learns: bool = False,
     hands_over: bool = False,
+    allows_lossy: bool = False,
+    tells_cached: bool = True,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -338,4 +346,6 @@ def model_info(
         rollouts=rollouts,
         learns=learns,
         hands_over=hands_over,
+        allows_lossy=allows_lossy or acceptance.is_lossy,
+        tells_cached=tells_cached,
     )

@@ -348,8 +348,8 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         address = f"{scheme}://{config.address(config.port)} and grpc {config.address(config.grpc_port)}"
         with contextlib.suppress(KeyboardInterrupt):
             click.echo(f"serving {config.model.name} on {address}; drafts: {config.who_drafts}")
-            if config.who_drafts == "nobody" and config.max_draft_length > 0 and config.speculation != "off":
-                tell("nothing drafts, so speculation is off: --draft-model, or -sc with a method, would change that")
+            for note in notes_of(config):
+                tell(note)
             while True:
                 time.sleep(1.0)  # `signal.pause` would miss a signal that arrives just before it
         click.echo("stopping")
@@ -358,6 +358,14 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
             drain(RoutedStreams(), config.drain_timeout_s, tell)
         ignore_signals()
     gc.freeze()  # the process ends: a last garbage collection over all that is loaded takes most of a second
+
+
+def notes_of(config: ServiceConfig) -> Iterator[str]:
+    """Yield what the operator of a service that has started should know of its options."""
+    if not config.gateway.api_key_hashes:
+        yield "no API key is asked for: all clients share one prefix cache and one store of past responses"
+    if config.who_drafts == "nobody" and config.max_draft_length > 0 and config.speculation != "off":
+        yield "nothing drafts, so speculation is off: --draft-model, or -sc with a method, would change that"
 
 
 def serve_drafters_until_interrupted(config: DraftersConfig) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.cluster.router.fleet import Assignment, PlacementReason, VerifierState
 
 MAX_PASSED = 2  # verifiers that had no room after all: from then on a request waits
-MAX_FULL = 3  # verifiers whose queues were full: from then on a request is refused
+MAX_FULL = 8  # verifiers whose queues were full: from then on a request is refused
 
 
 @dataclass(slots=True)

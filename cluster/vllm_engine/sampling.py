@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from outrider.cluster.hosted.vllm_settings import CAP_KEY, STORE_KEY
+from outrider.cluster.hosted.vllm_settings import CAP_KEY, SALT_KEY, STORE_KEY
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
@@ -52,13 +52,15 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
 
 
 def _told_to_plugin(request: GenerationRequest) -> dict[str, Any]:
-    """Return what the plug-in must know of a request. It sees no salt, so that nothing salted may be learned from."""
+    """Return what the plug-in must know of a request: vLLM shows it no salt."""
     told: dict[str, Any] = {}
     if request.sampling.num_speculative_tokens is not None:
         told[CAP_KEY] = request.sampling.num_speculative_tokens
+    if request.cache_salt:
+        told[SALT_KEY] = request.cache_salt
     if request.history_key == "":
         told[STORE_KEY] = False
-    elif request.may_learn and not request.cache_salt:
+    elif request.may_learn:
         told[STORE_KEY] = True
     return told
 

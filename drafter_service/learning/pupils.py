@@ -28,7 +28,7 @@ from outrider.drafter_service.training.mlp_speculator import MlpPupil
 from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.unrolled import UnrolledPupil
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
-from outrider.verifier_service.model.weights import Checkpoint, WeightError, require_alike
+from outrider.verifier_service.model.weights import Checkpoint, WeightError, require_alike, require_finite
 
 MAX_POSITIONS = 4  # draft positions per root in training, where the drafter's shape does not say
 
@@ -82,9 +82,7 @@ class PupilMaker:
             raise
         except Exception as error:  # whatever is wrong with the folder
             raise WeightError(f"{folder}: {error}") from error
-        for loaded_name, tensor in loaded.module.state_dict().items():
-            if not bool(tensor.isfinite().all()):
-                raise WeightError(f"{folder}: {loaded_name!r} has values that are no numbers")
+        require_finite(loaded.module)
         if self.method is Method.DRAFT_MODEL:
             ours, theirs = (_shapes(student.module) for student in (served, loaded))
             name = next((name for name in sorted(ours.keys() | theirs) if ours.get(name) != theirs.get(name)), None)

@@ -65,21 +65,22 @@ class Reservoir:
         self._partitions: dict[str, OrderedDict[str, Kept]] = {}
         self._partition_bytes: dict[str, int] = {}
         self._num_arrivals: dict[str, int] = {}
-        self._salts: OrderedDict[str, str] = OrderedDict()  # by request id, in order of arrival over all partitions
+        # salt and request id, in order of arrival over all partitions; a client chooses its ids, and others may, too
+        self._places: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._pending: OrderedDict[str, float] = OrderedDict()
         self._newest_version = ""
 
     def __len__(self) -> int:
-        return len(self._salts)
+        return len(self._places)
 
     def add(self, sample: ServedSample) -> None:
         """Keep a sample; an older one of the same request goes, whose place among the held-out ones stays."""
         self.num_seen += 1
-        replaced = self._remove(sample.request_id)
+        salt = sample.cache_salt
+        replaced = self._remove(salt, sample.request_id)
         if sample.num_bytes > self.max_bytes:
             self.num_refused += 1
             return
-        salt = sample.cache_salt
         arrivals = self._num_arrivals.get(salt, 0) + 1
         is_held_out = arrivals % HELD_OUT_EVERY == 0 if replaced is None else replaced.is_held_out
         try:
@@ -91,20 +92,21 @@ class Reservoir:
         self._num_arrivals[salt] = arrivals
         self._partitions.setdefault(salt, OrderedDict())[sample.request_id] = kept
         self._partition_bytes[salt] = self._partition_bytes.get(salt, 0) + kept.num_bytes
-        self._salts[sample.request_id] = salt
+        self._places[salt, sample.request_id] = None
         self.num_bytes += kept.num_bytes
         self._newest_version = sample.weight_version
         while self.num_bytes > self.max_bytes:
             largest = max(self._partition_bytes, key=self._partition_bytes.__getitem__)
-            self._remove(next(iter(self._partitions[largest])))
+            self._remove(largest, next(iter(self._partitions[largest])))
 
     def reward(self, request_id: str, reward: float) -> None:
-        """Note a trainer's reward for a sample that is here, or is still to come. A reward must be finite."""
+        """Note a trainer's reward for the samples of a request that are here, or still to come. It must be finite."""
         if not math.isfinite(reward):
             raise ValueError(f"reward: {reward} is not finite")
-        salt = self._salts.get(request_id)
-        if salt is not None:
-            self._partitions[salt][request_id].reward = reward
+        found = [partition[request_id] for partition in self._partitions.values() if request_id in partition]
+        for kept in found:
+            kept.reward = reward
+        if found:
             return
         self._pending[request_id] = reward
         if len(self._pending) > MAX_PENDING_REWARDS:
@@ -123,8 +125,8 @@ class Reservoir:
     def texts(self, max_tokens: int) -> tuple[ServedSample, ...]:
         """Return the newest samples of up to `max_tokens` tokens, oldest first, without states."""
         texts: list[ServedSample] = []
-        for request_id in reversed(self._salts):
-            kept = self._partitions[self._salts[request_id]][request_id]
+        for salt, request_id in reversed(self._places):
+            kept = self._partitions[salt][request_id]
             max_tokens -= len(kept.token_ids)
             if max_tokens < 0:
                 break
@@ -139,18 +141,18 @@ class Reservoir:
         assert self._partitions.keys() == self._partition_bytes.keys()
         for salt, partition in self._partitions.items():
             assert self._partition_bytes[salt] == sum(each.num_bytes for each in partition.values())
-            assert all(self._salts[request_id] == salt for request_id in partition)
-        assert len(kept) == len(self._salts)
-        assert not self._pending.keys() & self._salts.keys()
+            assert all((salt, request_id) in self._places for request_id in partition)
+        assert len(kept) == len(self._places)
+        assert not self._pending.keys() & {request_id for _, request_id in self._places}
 
     def _all(self, *, is_held_out: bool) -> list[Kept]:
-        every = (self._partitions[salt][request_id] for request_id, salt in self._salts.items())
+        every = (self._partitions[salt][request_id] for salt, request_id in self._places)
         return [kept for kept in every if kept.is_held_out == is_held_out]
 
-    def _remove(self, request_id: str) -> Kept | None:
-        salt = self._salts.pop(request_id, None)
-        if salt is None:
+    def _remove(self, salt: str, request_id: str) -> Kept | None:
+        if (salt, request_id) not in self._places:
             return None
+        del self._places[salt, request_id]
         kept = self._partitions[salt].pop(request_id)
         self.num_bytes -= kept.num_bytes
         self._partition_bytes[salt] -= kept.num_bytes

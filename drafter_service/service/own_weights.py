@@ -18,7 +18,7 @@ from outrider.drafter_service.engine.learning_messages import SetLearning, TakeT
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.verifier_service.messages.engine import Control, ControlResult, UpdateDraftWeights, UpdateWeights
-from outrider.verifier_service.model.weights import WeightError, copy_tensors, require_alike
+from outrider.verifier_service.model.weights import WeightError, copy_tensors, require_alike, require_finite
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
 
 
@@ -108,6 +108,7 @@ def _reload(head: nn.Module, load: Callable[[Path], nn.Module], folder: Path) ->
     except Exception as error:  # whatever is wrong with the folder, the old weights stay
         raise WeightError(str(error) or repr(error)) from error
     require_alike(head, loaded)
+    require_finite(loaded)
     try:
         copy_tensors(head, loaded)
     except Exception as error:

@@ -38,7 +38,6 @@ from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import (
-    WEIGHT_CHANGES,
     Control,
     ControlResult,
     PeerState,
@@ -168,7 +167,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
         if rank.rank > 0:
             keep_loaded()
-            follow(pipes[0], share, dict.fromkeys(WEIGHT_CHANGES, RankWeights(share).change))
+            follow(pipes[0], share, RankWeights(share).follower_calls())
             return
         change_model = RankWeights(share, pipes).change
         parallel = ParallelRunner(share, pipes)

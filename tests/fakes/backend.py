@@ -214,6 +214,8 @@ def build_gateway(
     learns: bool = False,
     hands_over: bool = False,
     sampling_defaults: dict[str, Any] | None = None,
+    allows_lossy: bool = False,
+    tells_cached: bool = True,
     memory: RolloutMemory | None = None,
     fleet_load: Callable[[], dict[str, Any]] = dict,
     prefills: PrefillBackend | None = None,
@@ -231,6 +233,8 @@ def build_gateway(
         learns=learns,
         hands_over=hands_over,
         sampling_defaults=sampling_defaults or {},
+        allows_lossy=allows_lossy,
+        tells_cached=tells_cached,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
@@ -127,16 +128,23 @@ def text_of(value: Any) -> str:
 
 
 @st.composite
-def plausible_bodies(draw: st.DrawFn, path: str) -> bytes:
+def plausible_bodies(
+    draw: st.DrawFn,
+    path: str,
+    bodies: Mapping[str, dict[str, Any]] = BASE_BODIES,
+    names: st.SearchStrategy[str] = NAMES,
+) -> bytes:
     """Draw a good body with some fields of any name and value put in."""
-    body = BASE_BODIES[path] | draw(st.dictionaries(NAMES, VALUES, max_size=4))
+    body = bodies[path] | draw(st.dictionaries(names, VALUES, max_size=4))
     return text_of(body).encode()
 
 
 @st.composite
-def bodies_with_one_wrong_place(draw: st.DrawFn, path: str) -> bytes:
-    """Draw a body of tools with one of its values, however deep, put in another's place or taken out."""
-    body = json.loads(json.dumps(TOOL_BODIES[path]))
+def bodies_with_one_wrong_place(
+    draw: st.DrawFn, path: str, bodies: Mapping[str, dict[str, Any]] = TOOL_BODIES
+) -> bytes:
+    """Draw a body, by default of tools, with one of its values, however deep, put in another's place or taken out."""
+    body = json.loads(json.dumps(bodies[path]))
     value: Any = body
     while True:
         key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
@@ -151,7 +159,7 @@ def bodies_with_one_wrong_place(draw: st.DrawFn, path: str) -> bytes:
 
 
 @st.composite
-def spoilt_bodies(draw: st.DrawFn, path: str) -> bytes:
+def spoilt_bodies(draw: st.DrawFn, path: str, bodies: Mapping[str, dict[str, Any]] = BASE_BODIES) -> bytes:
     """Draw a body that is spoilt as text: half a surrogate, other encodings, nesting, numbers without end, cuts."""
     depth = draw(st.sampled_from((10, 500, 990, 5000, 200_000)))
     odd = draw(
@@ -171,7 +179,7 @@ def spoilt_bodies(draw: st.DrawFn, path: str) -> bytes:
         )
     )
     name = draw(NAMES)
-    body = text_of(BASE_BODIES[path])[:-1] + f", {text_of(name)}: {odd}}}"
+    body = text_of(bodies[path])[:-1] + f", {text_of(name)}: {odd}}}"
     encoded = body.encode(draw(st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-32"))), "surrogatepass")
     start = draw(st.integers(0, len(encoded)))
     inserted = draw(st.sampled_from((b"", b"", b"\xff", b"\xed\xa0\x80", b"\x00", b'"', b"\xc0\xaf")))

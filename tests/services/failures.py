@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -241,17 +241,25 @@ class Drill:
             return [_result(future) for future in futures]
 
     def _outcome(self, name: str, streams: list[Streamed | Exception | None], recovered_s: float) -> Outcome:
-        finished = {index: stream for index, stream in enumerate(streams) if isinstance(stream, Streamed)}
-        changes = [_changes(self._expected[index].token_ids, stream.token_ids) for index, stream in finished.items()]
-        return Outcome(
-            case=name,
-            num_hung=sum(stream is None for stream in streams),
-            num_lost=sum(lost for lost, _ in changes),
-            num_doubled=sum(doubled for _, doubled in changes),
-            num_failed=sum(isinstance(stream, Exception) for stream in streams),
-            longest_pause_s=max((stream.longest_pause_s for stream in finished.values()), default=0.0),
-            recovered_s=recovered_s,
-        )
+        expected = {index: stream.token_ids for index, stream in self._expected.items()}
+        return outcome_of(name, streams, expected, recovered_s)
+
+
+def outcome_of(
+    name: str, streams: list[Streamed | Exception | None], expected: Mapping[int, list[int]], recovered_s: float
+) -> Outcome:
+    """Compare what streams brought with what they should have brought, by index."""
+    finished = {index: stream for index, stream in enumerate(streams) if isinstance(stream, Streamed)}
+    changes = [_changes(expected[index], stream.token_ids) for index, stream in finished.items()]
+    return Outcome(
+        case=name,
+        num_hung=sum(stream is None for stream in streams),
+        num_lost=sum(lost for lost, _ in changes),
+        num_doubled=sum(doubled for _, doubled in changes),
+        num_failed=sum(isinstance(stream, Exception) for stream in streams),
+        longest_pause_s=max((stream.longest_pause_s for stream in finished.values()), default=0.0),
+        recovered_s=recovered_s,
+    )
 
 
 class HandoverDrill(Drill):

@@ -33,6 +33,7 @@ class Streamed:
     text: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
     token_ids: list[int] = field(default_factory=list)  # likewise
+    weight_versions: list[str] = field(default_factory=list)  # likewise, of each token
     arrivals_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,8 @@ class LiveService:
                 streamed.text += choice["text"]
                 streamed.prompt_token_ids += choice.get("prompt_token_ids") or []
                 streamed.token_ids += choice.get("token_ids") or []
+                for span in choice.get("weight_versions") or []:
+                    streamed.weight_versions += [span["version"]] * (span["end"] - span["start"])
                 streamed.finish_reason = choice["finish_reason"] or streamed.finish_reason
                 streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
                 on_chunk(len(streamed.arrivals_s))

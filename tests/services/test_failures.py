@@ -6,6 +6,7 @@ Ranks: test_parallel_service.py. Drafters and links: test_bad_drafters.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -98,8 +99,9 @@ def replica_pids(service: LiveService) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def trained(shared_ray: SharedRay) -> TrainedDrill:
-    return trained_drill(shared_ray)
+def trained(shared_ray: SharedRay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedDrill]:
+    with trained_drill(shared_ray, tmp_path_factory.mktemp("weights")) as drill:
+        yield drill
 
 
 @pytest.mark.parametrize("case", [TAKEN, VERIFIER_KILLED, TRAINER_KILLED], ids=lambda case: case.name)

@@ -80,8 +80,8 @@ EMBEDDED = Soak(
 TRAINED = Soak(
     "soak_rollouts",
     "Soak: weights that change under streams",
-    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, two verifiers, one drafter; "
-    "each update brings the same weights under another version)",
+    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair, two verifiers, two drafters; "
+    "updates bring two sets of weights in turn, and each token is compared with what those draw that it names)",
 )
 LEARNING = Soak(
     "soak_learning",
@@ -114,9 +114,9 @@ def test_failures_of_a_fleet(shared_ray: SharedRay, soak_length: SoakLength):
     EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, soak_length)
 
 
-def test_failures_of_updates(shared_ray: SharedRay, soak_length: SoakLength):
-    drill = trained_drill(shared_ray)
-    TRAINED.repeat({case.name: partial(drill.run, case) for case in TRAINED_CASES}, soak_length)
+def test_failures_of_updates(shared_ray: SharedRay, soak_length: SoakLength, tmp_path: Path):
+    with trained_drill(shared_ray, tmp_path) as drill:
+        TRAINED.repeat({case.name: partial(drill.run, case) for case in TRAINED_CASES}, soak_length)
 
 
 def test_failures_of_learners(shared_ray: SharedRay, soak_length: SoakLength, tmp_path: Path):

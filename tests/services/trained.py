@@ -1,62 +1,167 @@
 """Who changes a live service's weights while streams run, a trainer or a learner, and what goes wrong with it.
 
-All of a trainer's updates bring the very weights that are there, under versions of their own: so every stream must have
-the tokens of plain decoding, whichever versions drew them, and what counts is that none is lost. That other weights
-give other tokens: tests/cluster/api/rollouts, and the study `updates`.
+A trainer's updates bring one of two sets of weights in turn, whose answers differ. Each token of a stream must be the
+one that plain decoding draws by the weights that its span names, behind the tokens before it. Running requests give up
+their KV for an update (`retract`), so that none goes on with KV of other weights.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import load_file, save_file
 
+from fakes.collected import collect
 from outrider.cluster.config.pool_options import checkpoint_of
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.offline.engine import OfflineEngine
 from outrider.drafter_service.learning.messages import FIRST_VERSION
-from services.failures import ENGINE_TIMEOUT_S, Case, Drill, Inject, fleet_service, kill_rank, kill_replica
-from services.live_service import LiveService, SharedRay, wait_for
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams
+from services.failures import (
+    ENGINE_TIMEOUT_S,
+    SAMPLINGS,
+    Case,
+    Drill,
+    Inject,
+    Outcome,
+    fleet_service,
+    kill_rank,
+    kill_replica,
+    outcome_of,
+)
+from services.live_service import LiveService, SharedRay, Streamed, wait_for
 from tiny.refits import trainer
 
 NUM_VERIFIERS = 2
 CALL_TIMEOUT_S = 120.0
 CATCH_UP_TIMEOUT_S = 90.0
 UPDATE = "/update_weights_from_disk"
+FIRST, SECOND = "first", "second"  # sets of weights, after which versions are called
+NOISE = 0.3  # of a matrix's own spread
+
+
+class TwoWeights:
+    """The weights that a service starts with and others of the same model, and what each draws."""
+
+    def __init__(self, first: Path, folder: Path) -> None:
+        """`folder`: where the others are written."""
+        self.folders = {FIRST: first, SECOND: Path(shutil.copytree(first, folder / SECOND))}
+        tensors, generator = load_file(first / "model.safetensors"), torch.Generator().manual_seed(3)
+        for name, tensor in tensors.items():
+            if tensor.dim() > 1:
+                drawn = torch.randn(tensor.shape, generator=generator)
+                tensors[name] = tensor + (NOISE * tensor.float().std() * drawn).to(tensor.dtype)
+        save_file(tensors, self.folders[SECOND] / "model.safetensors", {"format": "pt"})
+        self._turns = itertools.cycle((SECOND, FIRST))
+        self._numbers = itertools.count(1)
+        options: dict[str, Any] = {"num_drafters": 0, "threads_per_rank": 1, "kv_cache_memory_bytes": 64 << 20}
+        self._engines = {
+            name: OfflineEngine(ServiceConfig(model=str(path), **options)) for name, path in self.folders.items()
+        }
+
+    def update(self, name: str | None = None) -> dict[str, str]:
+        """Return the body of an update, by default to the weights whose turn it is; every version has its own name."""
+        chosen = name or next(self._turns)
+        return {"model_path": str(self.folders[chosen]), "weight_version": f"{chosen} {next(self._numbers)}"}
+
+    def drawn(self, streamed: Streamed, sampling: dict[str, Any], max_tokens: int) -> list[int]:
+        """Return what plain decoding draws behind a stream's own tokens, span by span, and at last to the end."""
+        assert len(streamed.weight_versions) == len(streamed.token_ids), "tokens of no version"
+        expected: list[int] = []
+        spans = [(version, len(list(group))) for version, group in itertools.groupby(streamed.weight_versions)]
+        for place, (version, num_tokens) in enumerate(spans):
+            before = tuple(streamed.token_ids[: len(expected)])
+            tokens = self._decode(version, streamed.prompt_token_ids, before, sampling, max_tokens)
+            expected += tokens if place == len(spans) - 1 else tokens[:num_tokens]
+        return expected
+
+    def _decode(
+        self, version: str, prompt: list[int], before: tuple[int, ...], sampling: dict[str, Any], max_tokens: int
+    ) -> list[int]:
+        """Return the tokens behind those `before`."""
+        request = GenerationRequest(
+            request_id="reference",
+            prompt_token_ids=tuple(prompt),
+            output_token_ids=before,
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, num_speculative_tokens=0, **sampling),
+        )
+        name = SECOND if version.startswith(SECOND) else FIRST
+        (result,) = collect([request], list(self._engines[name].generate([request])))
+        return list(result.token_ids)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+@dataclass(frozen=True)
+class TrainedService(LiveService):
+    """A service whose weights change."""
+
+    weights: TwoWeights
 
 
 class TrainedDrill(Drill):
     """After each failure all verifiers must serve one version: the last that any of them took."""
 
+    service: TrainedService
+
     def wait_until_whole(self) -> None:
         super().wait_until_whole()
-        assert isinstance(self.service, LiveService)
         wait_for(lambda: len(_versions(self.service)) == 1, CATCH_UP_TIMEOUT_S)
         body = {"text": "import os\n", "sampling_params": {"max_new_tokens": 2}}
         drawn = _post(self.service, "/generate", body).json()["meta_info"]["weight_version"]
-        assert {drawn} == _versions(self.service)
+        assert {drawn} == {version for version, _ in _versions(self.service)}
+
+    def close(self) -> None:
+        """Leave the service with its first weights, for others who share it."""
+        _update(self.service, self.service.weights.update(FIRST))
+        self.service.weights.close()
+
+    def _expect(self, stream: int) -> None:
+        """Nothing is known before a stream says which weights drew it."""
+
+    def _outcome(self, name: str, streams: list[Streamed | Exception | None], recovered_s: float) -> Outcome:
+        expected = {
+            index: self.service.weights.drawn(stream, SAMPLINGS[index % len(SAMPLINGS)], self._traffic.max_tokens)
+            for index, stream in enumerate(streams)
+            if isinstance(stream, Streamed)
+        }
+        return outcome_of(name, streams, expected, recovered_s)
 
 
-def _versions(service: Any) -> set[str]:
+def _versions(service: Any) -> set[tuple[str, str]]:
+    """Return the verifiers' versions, each with its digest: two models never have one name."""
     loads = [state.report.load for state in service.call("Router", "snapshot").verifiers]
     assert not any(load.weights_error for load in loads)
-    return {load.weight_version for load in loads}
+    return {(load.weight_version, load.weights_digest) for load in loads}
 
 
 def _post(service: LiveService, path: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{service.base_url}{path}", json=body, timeout=CALL_TIMEOUT_S)
 
 
-def _update(service: LiveService, folder: str | None = None) -> httpx.Response:
-    return _post(service, UPDATE, {"model_path": folder or service.config.model.target_path})
+def _update(service: TrainedService, body: dict[str, str] | None = None) -> httpx.Response:
+    """Take weights, by default those whose turn it is, between a pause and its end."""
+    _post(service, "/pause_generation", {"mode": "retract"})
+    answer = _post(service, UPDATE, body or service.weights.update())
+    wait_for(lambda: _post(service, "/continue_generation", {}).status_code == 200, CATCH_UP_TIMEOUT_S)
+    return answer
 
 
-def _takes_weights(service: LiveService, index: int) -> Inject:
+def _takes_weights(service: TrainedService, index: int) -> Inject:
     def inject() -> None:
         assert _update(service).status_code == 200
 
@@ -64,11 +169,11 @@ def _takes_weights(service: LiveService, index: int) -> Inject:
 
 
 def _while_updating(
-    strike: Callable[[LiveService, int], Inject], update: Callable[[LiveService], object] = _update
-) -> Callable[[LiveService, int], Inject]:
+    strike: Callable[[LiveService, int], Inject], update: Callable[[Any], object] = _update
+) -> Callable[[Any, int], Inject]:
     """Strike a little later in an update each time. Whether the update succeeds is open: it ends."""
 
-    def prepare(service: LiveService, index: int) -> Inject:
+    def prepare(service: Any, index: int) -> Inject:
         inject = strike(service, index)
 
         def during() -> None:
@@ -84,7 +189,7 @@ def _while_updating(
     return prepare
 
 
-def _cut_checkpoint(service: LiveService, index: int) -> Inject:
+def _cut_checkpoint(service: TrainedService, index: int) -> Inject:
     """A folder whose tensors end too early is refused whole."""
 
     def inject() -> None:
@@ -92,7 +197,7 @@ def _cut_checkpoint(service: LiveService, index: int) -> Inject:
             copy = Path(shutil.copytree(service.config.model.target_path, Path(folder) / "cut"))
             tensors = copy / "model.safetensors"
             os.truncate(tensors, tensors.stat().st_size - 4096)
-            assert _update(service, str(copy)).status_code == 400
+            assert _update(service, {"model_path": str(copy)}).status_code == 400
 
     return inject
 
@@ -139,9 +244,14 @@ TRAINED_CASES = (
 )
 
 
-def trained_drill(shared_ray: SharedRay) -> TrainedDrill:
-    """The fleet of other failures, in rollouts."""
-    return TrainedDrill(fleet_service(shared_ray), num_verifiers=NUM_VERIFIERS, num_drafters=2)
+@contextlib.contextmanager
+def trained_drill(shared_ray: SharedRay, folder: Path) -> Iterator[TrainedDrill]:
+    """The fleet of other failures, in rollouts; `folder`: for the other weights."""
+    config = fleet_service(shared_ray).config
+    weights = TwoWeights(Path(config.model.target_path), folder)
+    drill = TrainedDrill(TrainedService(config, weights), num_verifiers=NUM_VERIFIERS, num_drafters=2)
+    yield drill
+    drill.close()
 
 
 class LearningDrill(Drill):

@@ -17,7 +17,7 @@ from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine, connect_handovers
 from outrider.verifier_service.handover.kv_bytes import EngineKV
-from outrider.verifier_service.messages.handover import EndTake, KVSource, TakeKV, TakenFrame
+from outrider.verifier_service.messages.handover import EndTake, KVSource, PartsRead, TakeKV, TakenFrame
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -110,6 +110,12 @@ class Ferry:
         self._takes: dict[str, str] = {}  # by the taker's request
         self.num_frames = 0
         self.is_cut = False  # nothing passes any more
+        self.is_slow = False  # what the giver says is not read
+        self._unread: list[tuple[str, bytes]] = []  # take and payload of frames
+
+    @property
+    def num_unread_bytes(self) -> int:
+        return sum(len(payload) for _, payload in self._unread)
 
     def round(self) -> None:
         """Let the giver say what it has, the taker take it in, and both call or hang up as they like."""
@@ -122,12 +128,13 @@ class Ferry:
             self.giver.handovers.handle(TakeKV(take_id=take_id, request_id=call.source.request_id, terms=call.terms))
         given = [] if self.is_cut else self.giver.handovers.pump().given
         names = {take_id: name for name, take_id in self._takes.items()}
-        for frame in given:
+        self._unread += [(frame.take_id, frame.payload) for frame in given]
+        read, self._unread = ([], self._unread) if self.is_slow else (self._unread, [])
+        for take_id, payload in read:
             self.num_frames += 1
-            if frame.take_id in names:
-                self.taker.handovers.handle(
-                    TakenFrame(request_id=names[frame.take_id], payload=self._bend(frame.payload))
-                )
+            self.giver.handovers.handle(PartsRead(take_id=take_id, num_bytes=len(payload)))
+            if take_id in names:
+                self.taker.handovers.handle(TakenFrame(request_id=names[take_id], payload=self._bend(payload)))
         self._land()
 
     def cut(self) -> None:

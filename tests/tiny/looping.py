@@ -13,6 +13,7 @@ import torch
 
 from fakes.engine_bench import Pace, make_runner, tokens_of
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.engine.control import Weights
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
@@ -25,7 +26,6 @@ from outrider.verifier_service.messages.engine import (
     EngineUpdate,
     Relay,
     UpdateDraftWeights,
-    WeightChange,
 )
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
@@ -73,13 +73,13 @@ class Loop(LoopThread):
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
         make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
-        change_weights: Callable[[WeightChange], int] | None = None,
+        weights: Weights | None = None,
         change_draft: Callable[[UpdateDraftWeights], ControlResult] | None = None,
         takes_orders: bool = True,
     ) -> None:
         super().__init__()
         self.clock = clock
-        self._change_weights, self._change_draft, self._takes_orders = change_weights, change_draft, takes_orders
+        self._weights, self._change_draft, self._takes_orders = weights, change_draft, takes_orders
         self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
@@ -106,7 +106,7 @@ class Loop(LoopThread):
             *(self.engine, self.drafts, pipe),
             clock=self.clock,
             check_integrity=True,
-            change_weights=self._change_weights,
+            weights=self._weights,
             change_draft=self._change_draft,
             takes_orders=self._takes_orders,
         ).run()

@@ -97,7 +97,7 @@ class TinyVerifier:
                 *(engine, links, pipe),
                 clock=time.monotonic,
                 check_integrity=True,
-                change_weights=self.weights.change,
+                weights=self.weights,
             ).run()
         except BaseException as error:
             self.error = error

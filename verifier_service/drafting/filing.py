@@ -2,7 +2,8 @@
 
 In rollouts by prompt: trainers send the same prompts epoch after epoch, and some use `cache_salt` for the version of
 their policy. Elsewhere by `cache_salt`, a border of privacy, which drafters see to. What must not be kept is filed
-nowhere, in rollouts and elsewhere.
+nowhere, in rollouts and elsewhere. Nor does a request of a lossy rule see what is filed: where a rule takes whatever is
+drafted, as it does at high temperatures, it would say the texts of others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Filing:
             sampling=request.sampling.of_draft,
             token_ids=tuple(request.token_ids),
             cache_salt=request.cache_salt,
-            history=self._history(request) if self._in_rollouts or request.history_key == "" else None,
+            history=self._history(request) if self._in_rollouts or _stands_alone(request) else None,
             may_learn=request.may_learn,
         )
 
@@ -59,5 +60,11 @@ class Filing:
         return {drafter_id: [*seeds] for drafter_id, record in drafters.items() if record.needs.history}
 
     def _history(self, request: Request) -> History:
-        key = filed_under(request.history_key, request.token_ids[: request.num_prompt_tokens])
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        key = "" if _stands_alone(request) else filed_under(request.history_key, prompt, request.partition)
         return History(key=key, num_prompt_tokens=request.num_prompt_tokens, weight_version=self.weight_version)
+
+
+def _stands_alone(request: Request) -> bool:
+    """Return whether a request neither sees others' texts nor leaves its own behind."""
+    return request.history_key == "" or request.sampling.acceptance.is_lossy

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.engine import (
@@ -14,6 +14,7 @@ from outrider.verifier_service.messages.engine import (
     ContinueGeneration,
     Control,
     ControlResult,
+    DestroyWeightsGroup,
     FlushCache,
     PauseGeneration,
     PauseMode,
@@ -26,10 +27,24 @@ from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
 
 logger = logging.getLogger(__name__)
 
-ChangeWeights = Callable[[WeightChange], int]  # see `RankWeights.change`
 ChangeDraft = Callable[[UpdateDraftWeights], ControlResult]  # of the drafter in the engine's process
 Message = TypeVar("Message")
 Result = TypeVar("Result")
+ONE_AT_A_TIME = "another change of the weights goes on; the end of its group breaks off what comes from a trainer"
+
+
+class Weights(Protocol):
+    """The model's weights: see `RankWeights`. A change begins, and is finished between two later steps."""
+
+    digest: str
+    missing: tuple[str, ...]  # what an update lacks that is half here
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def begin(self, message: WeightChange) -> None: ...
+
+    def finish(self, *, is_abandoned: bool = False) -> int: ...
 
 
 class EngineControl:
@@ -38,22 +53,37 @@ class EngineControl:
     def __init__(
         self,
         engine: VerifierEngine,
-        change_weights: ChangeWeights | None = None,
+        weights: Weights | None = None,
         change_draft: ChangeDraft | None = None,
         *,
         takes_orders: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        report: Callable[[], None] = lambda: None,
+        report_interval_s: float = 1.0,
     ) -> None:
-        """Without `change_weights`, they cannot change. `change_draft`: those of the drafter in this process.
+        """Without `weights`, they cannot change. `change_draft`: changes those of the drafter in this process.
 
-        `takes_orders`: a trainer is served; otherwise every call is refused.
+        `takes_orders`: a trainer is served; otherwise every call is refused. `report` is called every
+        `report_interval_s` while a change lasts: an engine that is silent is given up.
         """
-        self._engine, self._change_weights, self._change_draft = engine, change_weights, change_draft
+        self._engine, self._weights, self._change_draft = engine, weights, change_draft
         self.takes_orders, self._clock = takes_orders, clock
+        self._report, self._report_interval_s = report, report_interval_s
+        self._changing: WeightChange | None = None  # a change that has begun
         self._waiting: PauseGeneration | None = None  # a pause that begins when all requests have finished
         self._held: dict[str, GenerationRequest] = {}
         self._results: list[ControlResult] = []
         self._num_missing = 0  # tensors of an update that is half here
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change of the weights goes on beside steps."""
+        return self._changing is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether that change can be finished, with no step in flight."""
+        return self._changing is not None and self._weights is not None and self._weights.is_ready
 
     @property
     def num_held(self) -> int:
@@ -140,8 +170,12 @@ class EngineControl:
         return refused + outputs
 
     def _continue(self, message: ContinueGeneration) -> list[RequestOutput]:
-        if self._num_missing:
-            self._answer(message.call_id, f"an update of the weights is half here: {self._num_missing} tensors missing")
+        if self._num_missing and self._weights is not None:
+            named = "".join(f", {name!r} among them" for name in self._weights.missing[:1])
+            self._answer(
+                message.call_id,
+                f"an update of the weights is half here: {self._num_missing} tensors are missing{named}",
+            )
             return []
         if self._is_old(message):
             return []
@@ -177,16 +211,32 @@ class EngineControl:
         if self._change_draft is None:
             self._answer(message.call_id, "no drafter runs in this verifier's process")
             return
-        result = self._change_draft(message)  # other results are taken meanwhile
+        result = self._reporting(self._change_draft, message)  # other results are taken meanwhile
         self._results.append(result)
 
     def _change(self, message: WeightChange) -> list[RequestOutput]:
-        if self._change_weights is None:
+        """Begin a change; there is one at a time, but the end of a group breaks off what is received from it."""
+        if self._weights is None:
             self._answer(message.call_id, "this engine's weights cannot change")
             return []
-        self._num_missing, outputs = 0, []
+        outputs: list[RequestOutput] = []
+        if isinstance(message, DestroyWeightsGroup) and self._changing is not None and _is_of_group(self._changing):
+            outputs = self.finish_change(is_abandoned=True)
+        if self._changing is not None:
+            self._answer(message.call_id, ONE_AT_A_TIME)
+            return outputs
+        self._weights.begin(message)
+        self._changing = message
+        return outputs
+
+    def finish_change(self, *, is_abandoned: bool = False) -> list[RequestOutput]:
+        """Finish the change that has begun, however long that takes; return outputs of requests that it ends."""
+        message, weights = self._changing, self._weights
+        assert message is not None
+        assert weights is not None
+        self._changing, self._num_missing, outputs = None, 0, list[RequestOutput]()
         try:
-            self._num_missing = self._change_weights(message)
+            self._num_missing = self._reporting(lambda _: weights.finish(is_abandoned=is_abandoned), message)
         except BrokenWeightsError as error:
             self._engine.weights_error = str(error)
             outputs = self._engine.end_all(FinishReason.ERROR, str(error))
@@ -195,9 +245,12 @@ class EngineControl:
             self._answer(message.call_id, str(error))
         else:
             if isinstance(message, UpdateWeights) and not self._num_missing:
-                self._engine.take_version(message.weight_version, message.folder)
+                self._engine.take_version(message.weight_version, message.folder, weights.digest)
             self._answer(message.call_id, num_requests=len(self._engine.requests))
         return outputs
+
+    def _reporting(self, change: Callable[[Message], Result], message: Message) -> Result:
+        return change_beside(change, message, self._report, self._report_interval_s)
 
     def _answer(self, call_id: str, error: str | None = None, *, num_requests: int = 0) -> None:
         self._results.append(
@@ -205,11 +258,17 @@ class EngineControl:
                 call_id=call_id,
                 error=error,
                 weight_version=self._engine.weight_version,
+                weight_digest=self._engine.weights_digest,
                 num_missing_tensors=self._num_missing,
                 num_requests=num_requests,
                 is_paused=self._engine.is_paused,
             )
         )
+
+
+def _is_of_group(message: WeightChange) -> bool:
+    """Return whether a change waits for a trainer."""
+    return not isinstance(message, UpdateWeights) or message.folder is None
 
 
 def change_beside(

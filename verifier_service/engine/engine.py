@@ -106,7 +106,7 @@ class VerifierEngine:
         self.pause_ends_s: float | None = None  # when the pause ends by itself, by the control's clock
         self.weights_error: str | None = None  # why no request is served: the model's weights are old and new ones
         self.weights_folder: str | None = None  # see `EngineLoad`
-        self.weights_taken_s = 0.0
+        self.weights_digest, self.weights_taken_s = "", 0.0
         self._num_updates = 0
         self.handovers: Handovers | None = None  # None: no request may come from or go to another verifier with its KV
 
@@ -160,10 +160,10 @@ class VerifierEngine:
             self._forget(request)
         return [output for _, output in ended]
 
-    def take_version(self, version: str | None, folder: str | None = None) -> None:
+    def take_version(self, version: str | None, folder: str | None = None, digest: str = "") -> None:
         """The model has new weights: name them (None: by their number) and find no KV of older ones.
 
-        `folder`: where they came from; None: from a trainer's group.
+        `folder`: where they came from; None: from a trainer's group. `digest`: of all of them.
 
         No step may be in flight. Running requests go on with the KV that they have. Drafts in flight may still be
         verified: by the new weights, and any draft is verified exactly. Hidden states lie in the slots of KV, so those
@@ -180,7 +180,7 @@ class VerifierEngine:
             if self.handovers is not None:
                 self.handovers.taker.release(request)  # the older weights' KV
         self.weights_error = None
-        self.weights_folder, self.weights_taken_s = folder, self._wall_clock()
+        self.weights_folder, self.weights_digest, self.weights_taken_s = folder, digest, self._wall_clock()
 
     @property
     def requests(self) -> Mapping[str, Request]:

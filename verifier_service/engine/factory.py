@@ -28,7 +28,7 @@ from outrider.verifier_service.handover.taker import Taker
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DraftClient
-from outrider.verifier_service.messages.engine import WEIGHT_CHANGES, EngineReady, StepTime
+from outrider.verifier_service.messages.engine import EngineReady, StepTime
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.batch_invariance import batch_dependent
@@ -188,8 +188,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()
     if rank.rank > 0:
-        change = RankWeights(share).change
-        follow(pipes[0], share, {**dict.fromkeys(WEIGHT_CHANGES, change), **follower_calls(share)})
+        follow(pipes[0], share, {**RankWeights(share).follower_calls(), **follower_calls(share)})
         return
     runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
@@ -219,7 +218,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
             *(engine, links, shell),
             clock=time.monotonic,
             check_integrity=spec.check_integrity,
-            change_weights=RankWeights(share, pipes).change,
+            weights=RankWeights(share, pipes),
             change_draft=None if added is None else added.change_weights,
             takes_orders=spec.rollouts,
         ).run()

@@ -12,14 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from outrider.verifier_service.engine.control import (
-    ChangeDraft,
-    ChangeWeights,
-    EngineControl,
-    Message,
-    Result,
-    change_beside,
-)
+from outrider.verifier_service.engine.control import ChangeDraft, EngineControl, Weights
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
@@ -32,6 +25,7 @@ from outrider.verifier_service.messages.engine import (
     EngineLoad,
     EngineUpdate,
     HandOver,
+    PartsRead,
     PauseGeneration,
     PauseMode,
     PeerState,
@@ -51,7 +45,7 @@ from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
 
 LOAD_INTERVAL_S = 0.2
-COMPILING_INTERVAL_S = 0.005  # how often to poll the grammar compiler while nothing else can run
+POLLING_INTERVAL_S = 0.005  # how often to poll grammars and new weights while nothing else can run
 HANDOVER_INTERVAL_S = 0.001  # and how often tensors of KV that was announced
 
 
@@ -66,13 +60,13 @@ class EngineLoop:
         *,
         clock: Callable[[], float],
         check_integrity: bool = False,
-        change_weights: ChangeWeights | None = None,
+        weights: Weights | None = None,
         change_draft: ChangeDraft | None = None,
         takes_orders: bool = True,
     ) -> None:
         """`check_integrity`: check the engine's books after every step; an error ends the loop.
 
-        Without `change_weights`, the weights cannot change. `change_draft`: those of the drafter in this process.
+        Without `weights`, they cannot change. `change_draft`: changes those of the drafter in this process.
         `takes_orders`: a trainer is served.
         """
         self._engine = engine
@@ -80,8 +74,13 @@ class EngineLoop:
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
-        changes = self._reporting(change_weights), self._reporting(change_draft)
-        self._control = EngineControl(engine, *changes, takes_orders=takes_orders, clock=clock)
+        self._control = EngineControl(
+            *(engine, weights, change_draft),
+            takes_orders=takes_orders,
+            clock=clock,
+            report=self._publish,
+            report_interval_s=LOAD_INTERVAL_S,
+        )
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
         self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
@@ -103,6 +102,7 @@ class EngineLoop:
                 is_idle = outputs is None
                 self._unpublished += outputs or []
                 self._unpublished += self._control.settle()
+                self._finish_change()
                 is_idle = not self._hand_over() and is_idle
                 if self._engine.runs_async and not is_idle:
                     self._send_asks()  # the next step may wait for drafts; outputs are published while it runs
@@ -127,7 +127,8 @@ class EngineLoop:
     def _patience_s(self) -> float:
         """Return how long to sleep on the pipe when nothing could run: not beyond the next load report."""
         idle_s = self._engine.idle_s()
-        longest_s = COMPILING_INTERVAL_S if self._compiling else LOAD_INTERVAL_S
+        is_polling = self._compiling or self._control.is_changing
+        longest_s = POLLING_INTERVAL_S if is_polling else LOAD_INTERVAL_S
         if self._engine.handovers is not None and self._engine.handovers.is_busy:
             longest_s = HANDOVER_INTERVAL_S
         return longest_s if idle_s is None else min(idle_s, longest_s)
@@ -189,7 +190,7 @@ class EngineLoop:
                 self._engine.set_plans(plans)
             case Relay() | PeerState() | PeerWeights():
                 self._drafts.feed(message)
-            case TakeKV() | EndTake() | TakenFrame():
+            case TakeKV() | EndTake() | PartsRead() | TakenFrame():
                 if self._engine.handovers is not None:
                     self._engine.handovers.handle(message)
             case HandOver(max_held=max_held):
@@ -203,11 +204,12 @@ class EngineLoop:
                     self._abort_compiling()
                 self._unpublished += self._control.handle(message)
 
-    def _reporting(self, change: Callable[[Message], Result] | None) -> Callable[[Message], Result] | None:
-        """Return a change of weights that reports the load while it lasts."""
-        if change is None:
-            return None
-        return lambda message: change_beside(change, message, self._publish, LOAD_INTERVAL_S)
+    def _finish_change(self) -> None:
+        """Finish a change of the weights that is ready, with no step in flight."""
+        if self._control.is_ready:
+            self._unpublished += self._engine.drain()
+            self._publish()  # a change of weights takes long
+            self._unpublished += self._control.finish_change()
 
     def _abort_compiling(self) -> None:
         """End the requests whose grammars are being compiled: the engine does not know them yet."""
@@ -324,6 +326,7 @@ def engine_load(
         circuits=circuits_of(drafting, now_s),
         weight_version=engine.weight_version,
         weights_taken_s=engine.weights_taken_s,
+        weights_digest=engine.weights_digest,
         weights_folder=engine.weights_folder,
         weights_error=engine.weights_error,
         is_paused=engine.is_paused,

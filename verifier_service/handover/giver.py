@@ -17,6 +17,7 @@ from outrider.verifier_service.messages.wire import encode
 
 MAX_PART_BYTES = 4 << 20
 MAX_BYTES_PER_ROUND = 16 << 20  # of all takers together: no step waits for more to be written
+MAX_UNREAD_BYTES = 64 << 20  # of one taker, in frames: a slow link or taker fills no memory
 HOLD_S = 5.0  # so long a request stands still for a taker; then it goes on by itself
 EARLY_S = 5.0  # a taker may come before the request: both were sent at once
 
@@ -29,12 +30,14 @@ class _Take:
     request: Request | None = None
     num_preemptions: int = 0  # of the request, when it was found
     num_sent: int = 0  # positions
+    num_unread: int = 0  # bytes of frames that the taker has not read yet
     is_over: bool = False  # all was sent, or the taker was refused
 
     @property
     def is_behind(self) -> bool:
-        """Whether KV is there that was not sent."""
-        return not self.is_over and self.request is not None and self.num_sent < self.request.num_computed_tokens
+        """Whether KV is there that was not sent, and that the taker has room for."""
+        is_here = self.request is not None and self.num_sent < self.request.num_computed_tokens
+        return is_here and not self.is_over and self.num_unread < MAX_UNREAD_BYTES
 
 
 class Giver:
@@ -84,6 +87,11 @@ class Giver:
         if request is not None and request.stands_until_s == math.inf and not self._is_taken(request):
             request.stands_until_s = self._clock() + HOLD_S
 
+    def read(self, take_id: str, num_bytes: int) -> None:
+        """Note that a taker has read frames of so many bytes."""
+        if (take := self._takes.get(take_id)) is not None:
+            take.num_unread -= num_bytes
+
     def pump(self) -> list[GivenFrame]:
         """Return frames with what was computed since the last time, at most MAX_BYTES_PER_ROUND."""
         num_left = MAX_BYTES_PER_ROUND
@@ -105,6 +113,7 @@ class Giver:
             return 0
         if request.stands_until_s is not None:
             request.stands_until_s = math.inf  # until the taker hangs up
+        max_bytes = min(max_bytes, MAX_UNREAD_BYTES - take.num_unread)
         stop = min(request.num_computed_tokens, take.num_sent + max_bytes // self._kv.num_bytes_per_token)
         first, per_part = take.num_sent, max(1, MAX_PART_BYTES // self._kv.num_bytes_per_token)
         for start in range(first, stop, per_part):
@@ -145,7 +154,9 @@ class Giver:
             part = KVPart(start=start, stop=stop, data=cast(bytes, data.numpy().data))  # a view, not a copy
         else:
             part = KVPart(start=start, stop=stop, data=b"", tensor=number, num_bytes=data.numel())
-        self._frames.append(GivenFrame(take_id=take.message.take_id, payload=encode(part)))
+        frame = GivenFrame(take_id=take.message.take_id, payload=encode(part))
+        take.num_unread += len(frame.payload)
+        self._frames.append(frame)
 
     def _finish(self, take: _Take, request: Request) -> None:
         take.is_over = True

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from outrider.verifier_service.handover.giver import Giver
 from outrider.verifier_service.handover.taker import Taken, Taker
-from outrider.verifier_service.messages.handover import EndTake, GivenFrame, TakeKV, TakenFrame
+from outrider.verifier_service.messages.handover import EndTake, GivenFrame, PartsRead, TakeKV, TakenFrame
 from outrider.verifier_service.messages.request import RequestOutput
 
 
@@ -29,12 +29,14 @@ class Handovers:
         """Whether `pump` should be called again soon: a message will not wake the engine."""
         return self.giver.is_behind or self.taker.awaits_tensors
 
-    def handle(self, message: TakeKV | EndTake | TakenFrame) -> None:
+    def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None:
         match message:
             case TakeKV():
                 self.giver.take(message)
             case EndTake(take_id=take_id):
                 self.giver.end(take_id)
+            case PartsRead(take_id=take_id, num_bytes=num_bytes):
+                self.giver.read(take_id, num_bytes)
             case TakenFrame():
                 self.taker.feed(message)
 

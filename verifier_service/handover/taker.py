@@ -178,6 +178,8 @@ class Taker:
         num_bytes = (part.stop - part.start) * self._kv.num_bytes_per_token
         if part.start != pull.num_tokens or part.stop <= part.start:
             self._fail(pull, f"positions {part.start} to {part.stop} after {pull.num_tokens}")
+        elif part.stop > _most_tokens(pull.message):
+            self._fail(pull, f"position {part.stop} of a request of {_most_tokens(pull.message)} tokens at most")
         elif num_bytes != (part.num_bytes if part.tensor else len(part.data)):
             self._fail(pull, f"{part.num_bytes or len(part.data)} bytes for {part.stop - part.start} positions")
         elif part.tensor and (pull.receiver is None or not pull.receiver.expect(part.tensor, part.num_bytes)):
@@ -232,3 +234,8 @@ class Taker:
             pull.receiver.close()
         assert pull.message.kv_source is not None
         self._calls.append(PullKV(request_id=pull.message.request_id, source=pull.message.kv_source, terms=None))
+
+
+def _most_tokens(message: GenerationRequest) -> int:
+    """Return how many tokens a request has at its giver at most: those that were published, or all that it may have."""
+    return len(message.prompt_token_ids) + (len(message.output_token_ids) or message.sampling.max_tokens)

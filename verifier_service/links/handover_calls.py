@@ -13,7 +13,15 @@ import grpc
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
 from outrider.verifier_service.messages.engine import EngineUpdate
-from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, TakeKV, TakenFrame
+from outrider.verifier_service.messages.handover import (
+    EndTake,
+    GivenFrame,
+    KVSource,
+    KVTerms,
+    PartsRead,
+    TakeKV,
+    TakenFrame,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -47,6 +55,7 @@ class HandoverCalls:
                 if isinstance(frame, ConnectionError):
                     raise frame
                 yield frame.payload
+                self._tell(PartsRead(take_id=take_id, num_bytes=len(frame.payload)))  # it was written to the link
                 is_last = frame.is_last
             await asyncio.Event().wait()  # until the taker hangs up: it may not have all tensors yet
         finally:
@@ -95,7 +104,7 @@ class HandoverCalls:
             await channel.close()
         self._tell(TakenFrame(request_id=request_id, payload=b"", error=error))
 
-    def _tell(self, message: EndTake | TakenFrame) -> None:
+    def _tell(self, message: EndTake | PartsRead | TakenFrame) -> None:
         try:
             self._send(message)
         except ConnectionError:

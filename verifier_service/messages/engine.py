@@ -15,6 +15,7 @@ from outrider.verifier_service.messages.handover import (
     EndTake,
     GivenFrame,
     HandOver,
+    PartsRead,
     PullKV,
     TakeKV,
     TakenFrame,
@@ -90,7 +91,8 @@ class PauseMode(enum.StrEnum):
 # `UpdateWeights(names=...)` before the trainer broadcasts these tensors, and its answer comes after the broadcasts.
 # Buckets are staged in host memory: the engine serves the old weights until the last missing tensor is here
 # (`num_missing_tensors` of the answer is 0). `InitWeightsGroup` and `DestroyWeightsGroup` drop what is staged.
-# While tensors are missing, `ContinueGeneration` is refused.
+# While tensors are missing, `ContinueGeneration` is refused. Joining, receiving and checking go on beside steps; one
+# change at a time, and a second one is refused.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,13 @@ class UpdateDraftWeights:
     weight_version: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishWeights:
+    """Rank 0 to its followers: finish the change that has begun."""
+
+    is_abandoned: bool = False  # receive no more
+
+
 WeightChange = InitWeightsGroup | DestroyWeightsGroup | UpdateWeights
 WEIGHT_CHANGES = (InitWeightsGroup, DestroyWeightsGroup, UpdateWeights)  # what every rank does
 Control = PauseGeneration | ContinueGeneration | AskState | FlushCache | WeightChange | UpdateDraftWeights
@@ -194,6 +203,7 @@ class ControlResult:
     call_id: str
     error: str | None = None
     weight_version: str = ""  # after the call, of the target; of the drafter, if its weights were to change
+    weight_digest: str = ""  # of the target's tensors; "": those that it started with
     num_missing_tensors: int = 0  # of an update that is half here
     num_requests: int = 0  # aborted by the call, or kept
     is_paused: bool = False  # after the call
@@ -346,6 +356,7 @@ class EngineLoad:
     circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up
     weight_version: str = ""  # empty: unknown
     weights_taken_s: float = 0.0  # when they came, in Unix seconds; 0: the engine started with them
+    weights_digest: str = ""  # of all their tensors; "": the engine started with them
     weights_folder: str | None = None  # where they came from; None: a trainer's group, or the engine started with them
     weights_error: str | None = None  # an update broke off while weights were copied: no request is served
     is_paused: bool = False
@@ -384,7 +395,8 @@ class EngineUpdate:
     pulls: tuple[PullKV, ...] = ()
 
 
-ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control | HandOver | TakeKV | EndTake | TakenFrame
+HandoverEvent = TakeKV | EndTake | PartsRead | TakenFrame
+ToEngine = GenerationRequest | Cancel | SetPlans | LinkEvent | Control | HandOver | HandoverEvent
 TO_ENGINE = (GenerationRequest, Cancel, SetPlans, PeerState, PeerWeights, Relay, *CONTROLS, *HANDOVER_MESSAGES)
 FROM_ENGINE = (EngineReady, EngineUpdate)
 

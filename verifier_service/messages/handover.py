@@ -70,6 +70,14 @@ class EndTake:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartsRead:
+    """The taker has read frames of so many bytes: as many more may be on their way to it."""
+
+    take_id: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVPart:
     """KV and tapped states of positions [start, stop), which follow those of the part before.
 
@@ -144,4 +152,4 @@ class TakenFrame:
     error: str = ""  # why the call has ended
 
 
-HANDOVER_MESSAGES = (HandOver, TakeKV, EndTake, TakenFrame)  # to an engine
+HANDOVER_MESSAGES = (HandOver, TakeKV, EndTake, PartsRead, TakenFrame)  # to an engine

@@ -143,8 +143,7 @@ class SamplingParams:
         require(self.max_tokens >= 1, "max_tokens", "at least 1")
         require(self.choice_index >= 0, "choice_index", "at least 0")
         require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer")
-        cap = self.num_speculative_tokens
-        require(cap is None or cap >= 0, "num_speculative_tokens", "at least 0")
+        require((self.num_speculative_tokens or 0) >= 0, "num_speculative_tokens", "at least 0")
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]")
         require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
@@ -239,6 +238,7 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()  # already published by a lost verifier; generation continues after them
     group_id: str | None = None  # the n choices of one prompt share it, and the prompt's KV
     cache_salt: str = ""  # only requests with the same salt share prefixes
+    partition: str = ""  # in rollouts: only requests of the same one share histories
     # in rollouts: whose responses it drafts from and joins; None: those of its prompt. "", everywhere: nobody's
     history_key: str | None = None
     may_learn: bool = False  # drafters may keep its text for a while, to learn from
@@ -389,6 +389,7 @@ class Request:
     arrival_s: float
     group_id: str | None = None
     cache_salt: str = ""
+    partition: str = ""
     history_key: str | None = None
     may_learn: bool = False
     prediction_token_ids: tuple[int, ...] = ()
@@ -425,6 +426,7 @@ class Request:
             arrival_s=now_s,
             group_id=message.group_id,
             cache_salt=message.cache_salt,
+            partition=message.partition,
             history_key=message.history_key,
             may_learn=message.may_learn,
             prediction_token_ids=message.prediction_token_ids,

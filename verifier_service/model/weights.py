@@ -207,7 +207,7 @@ class WeightReader:
 
     def require_all_used(self, ignored: Sequence[str] = ()) -> None:
         """Raise `WeightError` for a tensor that was never read and matches none of the patterns."""
-        left = [name for name in self._source.names if name not in self._used and not _matches(name, ignored)]
+        left = [name for name in self._source.names if name not in self._used and not is_matched(name, ignored)]
         if left:
             raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
 
@@ -284,6 +284,15 @@ def require_alike(served: torch.nn.Module, loaded: torch.nn.Module) -> None:
             own, other = ours_here.get(key), theirs_here.get(key)
             if own != other:
                 raise WeightError(f"{prefix + key!r} is {other}, the served model's is {own}")
+
+
+def require_finite(model: torch.nn.Module) -> None:
+    """Raise `WeightError`, naming the tensor, unless all numbers of a model are finite."""
+    for name, module in model.named_modules():
+        for key, tensor in _held(module).items():
+            plain = tensor if tensor.layout is torch.strided else tensor.to_dense()
+            if not bool(torch.isfinite(plain).all()):
+                raise WeightError(f"tensor {f'{name}.{key}' if name else key!r} has numbers that are not finite")
 
 
 def _described(module: torch.nn.Module) -> dict[str, object]:
@@ -390,5 +399,6 @@ def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(owner), leaf)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def is_matched(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a tensor's name matches any of the patterns."""
     return any(re.search(pattern, name) for pattern in patterns)

@@ -5,7 +5,7 @@ The check runs the very code that builds a model, over tensors without data. So 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ from outrider.verifier_service.model.weights import (
     WeightError,
     WeightReader,
     copy_tensors,
+    is_matched,
     read_into,
 )
 
 META = torch.device("meta")
+MAX_UNUSED_BYTES = 1 << 26  # of one bucket
 
 
 class ModelWeights:
@@ -66,6 +68,12 @@ class ModelWeights:
             read_into(empty, reader, shards=shards, device=META, dtype=runner.dtype)
         reader.require_all_used(self._ignored)
         return tuple(sorted(reader.missing))
+
+    def require_small(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `WeightError` if tensors that the model has no use for, whose shapes nothing bounds, are large."""
+        num_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if is_matched(name, self._ignored))
+        if num_bytes > MAX_UNUSED_BYTES:
+            raise WeightError(f"shapes: {num_bytes} bytes are of tensors that the model does not use")
 
     def copy(self, source: TensorSource) -> None:
         """Copy a complete source into the model; `missing` was asked before. Addresses stay.

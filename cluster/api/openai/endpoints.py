@@ -44,7 +44,7 @@ from outrider.cluster.api.openai.protocol import (
 from outrider.cluster.api.openai.response_store import Responses
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
 from outrider.cluster.api.openai.responses_protocol import ResponsesBody, in_own_field_names
-from outrider.cluster.common.api_keys import KeyPolicy, shown_policy
+from outrider.cluster.common.api_keys import KeyPolicy, shown_key
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.replies.reader import ReplySyntax
@@ -152,7 +152,7 @@ def _add_responses_routes(
     async def responses(request: Request) -> Response:
         body = parse_body(await read_json(request), ResponsesBody)
         gateway.check_model_name(body.model)
-        if shown_policy.get() is KeyPolicy.NEVER:
+        if shown_key.get().policy is KeyPolicy.NEVER:
             body = body.model_copy(update={"store": False})
         messages = await body.messages(store.item)
         if body.previous_response_id is not None:

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from outrider.cluster.api.openai.endpoints import MAX_BODY_BYTES, read_json
 from outrider.cluster.api.openai.protocol import ModelBody, TokenIds, parse_body, parse_json
+from outrider.cluster.common.api_keys import PARTITION_CHARS, shown_key
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import MAX_HISTORY_KEY_CHARS, MAX_LABEL_CHARS
@@ -32,17 +33,27 @@ LINE_TYPES = frozenset({LINES, "application/x-ndjson"})
 
 
 class HistoryBody(ModelBody):
-    """Responses of one key. GET names a prompt by its hash: the gateway does not keep prompts."""
+    """Responses of one key. GET names a prompt by its hash: the gateway does not keep prompts.
 
+    `partition`: of an API key, as GET answered it; None: that of the key which came with the call.
+    """
+
+    partition: str | None = None
     prompt_ids: TokenIds | None = None
     history_key: str | None = None
     prompt_hash: str | None = None
     responses: Annotated[list[TokenIds], Field(fail_fast=True)]
     weight_version: str | None = None
+    opens_version: bool | None = (
+        None  # true: a version that is not known becomes the newest, as GET says of its first line
+    )
 
     @property
     def key(self) -> str:
         """The key of their history; raises `InvalidRequest` unless exactly one field names it."""
+        partition = shown_key.get().partition if self.partition is None else self.partition
+        is_name = self.partition is None or re.fullmatch(f"[0-9a-f]{{{PARTITION_CHARS}}}", partition) is not None
+        _require(is_name, "partition", "as GET answered it")
         names = [name for name in ("prompt_ids", "history_key", "prompt_hash") if getattr(self, name) is not None]
         if len(names) != 1:
             field = names[-1] if names else "prompt_ids"
@@ -53,9 +64,9 @@ class HistoryBody(ModelBody):
         elif self.prompt_hash is not None:
             is_hash = re.fullmatch("[0-9a-f]{32}", self.prompt_hash) is not None
             _require(is_hash, names[0], "as GET answered it")
-            return filed_under_hash(self.prompt_hash)
+            return filed_under_hash(self.prompt_hash, partition)
         _require(self.prompt_ids != [], names[0], "at least one token")
-        return filed_under(self.history_key, self.prompt_ids or ())
+        return filed_under(self.history_key, self.prompt_ids or (), partition)
 
 
 def add_history_routes(app: FastAPI, every: EveryGateway) -> None:
@@ -96,15 +107,20 @@ def _take_in(body: object, gateway: Gateway, memory: RolloutMemory) -> int:
     key, version = history.key, history.weight_version
     is_name = version is None or len(version) <= MAX_LABEL_CHARS
     _require(is_name, "weight_version", f"at most {MAX_LABEL_CHARS} characters")
+    is_known = version is None or history.opens_version or memory.knows(version)
+    _require(is_known, "weight_version", "a known one, or come with opens_version true: then it is the newest")
     for response in history.responses:
         memory.record(key, response, version)
     return len(history.responses)
 
 
 def _lines(responses: Iterable[Exported]) -> Iterator[str]:
+    last = None
     for one in responses:
-        version = {} if one.weight_version is None else {"weight_version": one.weight_version}
-        yield json.dumps({**name_of(one.key), **version, "responses": [one.token_ids]}) + "\n"
+        version: dict[str, Any] = {} if one.weight_version is None else {"weight_version": one.weight_version}
+        opens = {"opens_version": True} if one.weight_version not in (None, last) else {}
+        last = one.weight_version
+        yield json.dumps({**name_of(one.key), **version, **opens, "responses": [one.token_ids]}) + "\n"
 
 
 def _has_lines(request: Request) -> bool:

@@ -159,7 +159,8 @@ def _add_state_routes(app: FastAPI, doors: TrainerDoors) -> None:
     gateway, fleet = doors.gateway, doors.fleet
 
     async def version() -> dict[str, Any]:
-        return {"weight_version": (await fleet.state()).weight_version}
+        state = await fleet.state()
+        return {"weight_version": state.weight_version, "weight_digest": state.weight_digest}
 
     async def model_info() -> dict[str, Any]:
         return {

@@ -117,7 +117,8 @@ def _add_weights(app: FastAPI, doors: TrainerDoors) -> None:
 
     @app.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
-        return {"weight_version": (await doors.fleet.state()).weight_version}
+        state = await doors.fleet.state()
+        return {"weight_version": state.weight_version, "weight_digest": state.weight_digest}
 
     @app.get("/get_world_size")
     async def world_size() -> dict[str, Any]:

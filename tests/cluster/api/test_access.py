@@ -34,6 +34,7 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.peers.every_gateway import EveryGateway
+from outrider.cluster.peers.others import GatewayLinkServicer
 from outrider.cluster.replicas.directory_replica import drafters_api, drafters_app
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.gateway_replica import application_of, guarded
@@ -354,7 +355,7 @@ async def test_every_call_is_in_the_table_and_asks_for_its_key(gateway):
 
 LINK_RPCS = [
     *("DrafterDirectory/Follow", "DrafterLink/Control", "DrafterLink/Stream"),
-    *("VerifierLink/Control", "VerifierLink/Serve", "VerifierLink/TakeKV"),
+    *("GatewayLink/Ask", "VerifierLink/Control", "VerifierLink/Serve", "VerifierLink/TakeKV"),
 ]
 
 
@@ -372,7 +373,7 @@ def no_engine(message: object) -> NoReturn:
 
 @contextlib.asynccontextmanager
 async def linking(links: LinkTls) -> AsyncIterator[grpc.aio.Channel]:
-    """Serve what verifiers, drafters and a pool's directory serve each other, in a service without rollouts."""
+    """Serve all that our own services serve each other, in a service without rollouts."""
     identity = DrafterIdentity(drafter_id="d", vocab_size=8, vocab_fingerprint="", max_draft_length=1, max_model_len=8)
     directory = DirectoryServicer(no_engine, no_engine)
     server = grpc.aio.server(interceptors=(*links.server_interceptors, MalformedCallInterceptor()))
@@ -380,6 +381,7 @@ async def linking(links: LinkTls) -> AsyncIterator[grpc.aio.Channel]:
     link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(*tables, HandoverCalls(no_engine)), server)
     link_pb2_grpc.add_DrafterLinkServicer_to_server(DrafterLinkServicer(NoDrafter(), identity), server)
     link_pb2_grpc.add_DrafterDirectoryServicer_to_server(directory, server)
+    link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkServicer({}), server)
     port = bind(server, "127.0.0.1:0", None)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -22,7 +22,7 @@ from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
-from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
+from outrider.cluster.common.api_keys import PARTITION_CHARS, ApiKeys, hash_api_key
 from outrider.cluster.gateway.journal import Journal
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
@@ -183,7 +183,11 @@ async def test_every_door_follows_every_rule(tokenizer: Any, door: Send):
         assert opening.may_learn is may_learn, (key, fields)
         assert (opening.history is None) is is_kept, (key, fields)
         assert opening.history is None or opening.history.key == ""
-        assert opening.cache_salt == fields.get("cache_salt", ""), "whatever is learned stays within its salt"
+        shown = KEYS.admit([("x-api-key", key)])
+        assert shown is not None
+        assert len(shown.partition) == PARTITION_CHARS
+        salt = shown.partition + fields.get("cache_salt", "")
+        assert opening.cache_salt == salt, "whatever is learned stays within its key and salt"
 
 
 @pytest.mark.parametrize("door", [*DOORS, *TRAINERS_DOORS])

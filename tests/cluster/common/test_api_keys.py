@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ from outrider.cluster.common.api_keys import ApiKeys, KeyPolicy, hash_api_key, w
 from outrider.cluster.config.service_config import ServiceConfig
 
 KEYS = ApiKeys([hash_api_key("first"), hash_api_key("second")])
+
+
+def policy_of(keys: ApiKeys, headers: list[tuple[str, str]]) -> KeyPolicy | None:
+    shown = keys.admit(headers)
+    return None if shown is None else shown.policy
 
 
 def test_keys_of_all_sources_count_together_and_only_hashes_go_on(tmp_path: Path):
@@ -58,7 +64,7 @@ def test_a_key_of_a_file_may_say_what_is_kept_of_what_comes_with_it(tmp_path: Pa
     expected = (hash_api_key("a"), f"{hash_api_key('b')}:never", f"{hash_api_key('c')}:salted")
     assert hashes == (*expected, hash_api_key("store=never")), "a key, however odd"
     keys = ApiKeys(ServiceConfig(api_key_hashes=hashes).gateway.api_key_hashes)
-    found = [keys.admit([("x-api-key", key)]) for key in "abcd"]
+    found = [policy_of(keys, [("x-api-key", key)]) for key in "abcd"]
     assert found == [KeyPolicy.DEFAULT, KeyPolicy.NEVER, KeyPolicy.SALTED, None]
 
 
@@ -73,8 +79,10 @@ def test_some_keys_are_an_admins(tmp_path: Path):
     assert ranks == dict.fromkeys(ranks, True)
     assert not any(keys.is_admin([("x-api-key", name)]) for name in ("plain", "plain-too", "unknown"))
     assert not keys.is_admin([])
-    assert keys.admit([("x-api-key", "third")]) is KeyPolicy.NEVER
-    assert keys.admit([("x-api-key", "first")]) is KeyPolicy.DEFAULT, "an admin's key opens what a plain one does"
+    assert keys.admit([("x-api-key", "third")]).policy is KeyPolicy.NEVER
+    assert keys.admit([("x-api-key", "first")]).policy is KeyPolicy.DEFAULT, (
+        "an admin's key opens what a plain one does"
+    )
     assert keys.has_admin
     assert not KEYS.has_admin
     twice = ApiKeys([hash_api_key("k"), f"{hash_api_key('k')}:admin"])
@@ -102,9 +110,9 @@ def test_of_several_keys_and_of_one_that_is_there_twice_the_strictest_policy_hol
     strictest = next(policy for policy in KeyPolicy if policy in policies)
     entries = [f"{hash_api_key(str(number))}:{policy.value}" for number, policy in enumerate(policies)]
     shown = [("authorization", "Bearer 0"), ("x-api-key", "1"), ("x-api-key", "unknown")]
-    assert ApiKeys([entry.rstrip(":") for entry in entries]).admit(shown) is strictest
+    assert policy_of(ApiKeys([entry.rstrip(":") for entry in entries]), shown) is strictest
     twice = [f"{hash_api_key('k')}:{policy.value}".rstrip(":") for policy in policies]
-    assert ApiKeys(twice).admit([("x-api-key", "k")]) is strictest
+    assert policy_of(ApiKeys(twice), [("x-api-key", "k")]) is strictest
 
 
 @pytest.mark.parametrize("word", ["always", "", "never:salted", "Never"])
@@ -166,7 +174,7 @@ def test_the_configuration_takes_nothing_but_hashes():
     ],
 )
 def test_a_key_is_shown_as_bearer_token_or_x_api_key(headers: list[tuple[str, str]], is_admitted: bool):
-    assert KEYS.admit(headers) is (KeyPolicy.DEFAULT if is_admitted else None)
+    assert policy_of(KEYS, headers) is (KeyPolicy.DEFAULT if is_admitted else None)
 
 
 def test_every_hash_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch):
@@ -180,6 +188,20 @@ def test_every_hash_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch):
     for key in ("first", "second", "wrong"):
         KEYS.admit([("x-api-key", key)])
     assert compared == [hash_api_key("first"), hash_api_key("second")] * 3
+
+
+def test_each_key_has_a_partition_of_its_own_unless_all_share_one():
+    def partitions(*, shares: bool) -> list[str]:
+        keys = ApiKeys([hash_api_key("a"), f"{hash_api_key('b')}:never", hash_api_key("c")], shares=shares)
+        found = [keys.admit([("x-api-key", key)]) for key in "abca"]
+        return [key.partition for key in found if key is not None]
+
+    first, second, third, again = partitions(shares=False)
+    assert first == again
+    assert len({first, second, third}) == 3
+    for digest in map(hash_api_key, "abc"):
+        assert all(re.fullmatch("[0-9a-f]{32}", one) and one not in digest for one in (first, second, third))
+    assert partitions(shares=True) == [""] * 4
 
 
 def test_without_keys_there_is_nothing_to_ask_for():

@@ -20,6 +20,8 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.verifier_streams import VerifierStreams
 from outrider.cluster.hosted.options import PluginOptions
 from outrider.cluster.hosted.pool_connection import PoolConnection
+from outrider.cluster.peers.messages import AskMetrics
+from outrider.cluster.peers.others import Others
 from outrider.proto import link_pb2
 from outrider.verifier_service.links.drafter_link import DrafterLink
 from outrider.verifier_service.links.grpc_channel import SECRET_KEY, LinkCredentials, SecretInterceptor
@@ -101,10 +103,14 @@ class OneFleet:
 async def test_every_call_between_our_own_services_shows_it():
     ours = LinkCredentials(secret=SECRET)
     async with recording() as (recorder, address):
-        streams = VerifierStreams("g", ours, lambda _: False)
+        streams = VerifierStreams("g", ours, on_accepted=lambda *_: None, on_ended=lambda _: None)
         with pytest.raises(Exception, match="show their secret"):
-            await anext(streams.stream("v", address, make_request("r")))
+            await streams.open("v", address, make_request("r")).run(lambda _: None)
         await streams.close()
+        others = Others("g", ours)
+        others.hear_of({"h": address})
+        assert await others.ask_one("h", AskMetrics()) is None
+        await others.close()
         control = FleetControl.over_links(OneFleet(address), ours)
         for call in (control.pause(PauseMode.KEEP), control.update_drafters("/folder")):
             with pytest.raises(Exception, match="show their secret"):

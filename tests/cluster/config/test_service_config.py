@@ -57,6 +57,14 @@ def test_with_tls_gateways_always_listen_themselves_else_where_it_is_asked_for()
     assert ServiceConfig(ssl_certfile="pem", ssl_keyfile="key").listens_itself
 
 
+def test_without_keys_strangers_share_a_cache_unless_the_service_listens_to_its_own_machine_alone():
+    far = {"host": "0.0.0.0"}
+    assert ServiceConfig(own_listener=True, **far).is_shared_by_strangers
+    assert ServiceConfig().is_shared_by_strangers, "Serve's proxy listens where Serve was told to"
+    assert not ServiceConfig(own_listener=True).is_shared_by_strangers
+    assert not ServiceConfig(own_listener=True, api_key_hashes=["0" * 64], **far).is_shared_by_strangers
+
+
 def test_a_target_without_a_drafter_looks_its_drafts_up():
     config = ServiceConfig(model="some/model")
     assert config.drafter_spec.model is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ import grpc
 import pytest
 
 from fakes.reports import drafter_report, verifier_report
-from outrider.cluster.common.errors import InvalidRequest, Unavailable
-from outrider.cluster.gateway.fleet_control import FleetControl
+from outrider.cluster.common.errors import Conflict, InvalidRequest, RequestFailed, Unavailable
+from outrider.cluster.gateway.fleet_control import FleetControl, TrainerLimits
 from outrider.cluster.router.fleet import DrafterState, FleetSnapshot, VerifierState
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
@@ -34,21 +35,24 @@ from outrider.verifier_service.messages.request import SpeculationPlan
 class Fleet:
     """Verifiers that the test answers for."""
 
-    def __init__(self, *verifiers: Any, drafters: Sequence[Any] = ()) -> None:
+    def __init__(self, *verifiers: Any, drafters: Sequence[Any] = (), trainers: TrainerLimits | None = None) -> None:
         self.calls: list[tuple[str, Control]] = []
         self.answers: dict[str, Any] = {}  # by endpoint: a `ControlResult`, or an error
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         states = [VerifierState(report=report, reported_s=0.0, default_plan=SpeculationPlan()) for report in verifiers]
         drafting = [DrafterState(report=report, reported_s=0.0) for report in drafters]
         snapshot = FleetSnapshot(verifiers=tuple(states), drafters=tuple(drafting), decided_at_s=0.0)
         self.snapshot: FleetSnapshot | None = None  # that of before the last change, as a gateway's may be
         self._now = snapshot
-        self.control = FleetControl(self, self._call, self._call)
+        self.control = FleetControl(self, self._call, self._call, trainers)
 
     async def refresh(self) -> None:
         self.snapshot = self._now
 
     async def _call(self, endpoint: str, message: Control) -> ControlResult:
         self.calls.append((endpoint, message))
+        await self.may_answer.wait()
         answer = self.answers.get(endpoint, ControlResult(call_id=""))
         if isinstance(answer, Exception):
             raise answer
@@ -182,3 +186,106 @@ async def test_what_a_replicas_port_does_not_let_in_is_the_callers_error(rules: 
         await FleetControl.over_links(fleet, None).update_from_folder("/etc", "1")
     await server.stop(None)
     assert sent == []
+
+
+async def changes(control: FleetControl) -> list[Any]:
+    """Return all calls that change weights, none of them begun."""
+    bucket = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
+    return [
+        control.update_from_folder("f", "7"),
+        control.join_group(**GROUP, rank_offset=1, world_size=3),
+        control.update_from_group(**bucket, weight_version="7"),
+        control.update_drafters("f"),
+    ]
+
+
+async def test_of_two_changes_at_once_the_second_is_refused_and_the_end_of_a_group_is_not():
+    fleet = Fleet(verifier_report("a"), verifier_report("b"))
+    for number in range(4):
+        fleet.may_answer.clear()
+        calls = await changes(fleet.control)
+        first = asyncio.create_task(calls.pop(number))
+        await wait_until(lambda: fleet.calls)
+        for second in calls:
+            with pytest.raises(Conflict, match="another change"):
+                await second
+        ending = asyncio.create_task(fleet.control.leave_group("g"))
+        await asyncio.sleep(0)
+        assert not first.done()
+        assert not ending.done(), "it waits for its own answer alone"
+        fleet.may_answer.set()
+        await first
+        await ending
+        fleet.calls.clear()
+
+
+async def wait_until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_the_same_change_again_while_it_goes_on_is_that_change():
+    fleet = Fleet(verifier_report("a"))
+    fleet.may_answer.clear()
+    first, again = (asyncio.create_task(fleet.control.update_from_folder("f", "7")) for _ in range(2))
+    await wait_until(lambda: fleet.calls)
+    with pytest.raises(Conflict):
+        await fleet.control.update_from_folder("g", "7")
+    first.cancel()  # its client has hung up; the verifiers go on
+    await asyncio.gather(first, return_exceptions=True)
+    assert not again.done()
+    with pytest.raises(Conflict):
+        await fleet.control.update_from_folder("f", "8")
+    fleet.may_answer.set()
+    await again
+    assert len(fleet.sent(UpdateWeights)) == 1
+    await fleet.control.update_from_folder("g", "8")
+
+
+async def test_a_change_that_failed_is_over():
+    fleet = Fleet(verifier_report("a"))
+    fleet.answers = {"a:1": ConnectionError("gone")}
+    with pytest.raises(Unavailable):
+        await fleet.control.update_from_folder("f", "7")
+    fleet.answers.clear()
+    await fleet.control.update_from_folder("g", "7")
+
+
+async def test_one_name_is_of_one_digest():
+    fleet = Fleet(verifier_report("a"), verifier_report("b"))
+    fleet.answers = {
+        f"{name}:1": ControlResult(call_id="", weight_version="7", weight_digest=f"of {name}") for name in "ab"
+    }
+    with pytest.raises(RequestFailed, match="called 7: of a,of b"):
+        await fleet.control.update_from_folder("f", "7")
+    assert (await fleet.control.state()).weight_digest == "of a,of b"
+    fleet.answers["b:1"] = fleet.answers["a:1"]
+    assert (await fleet.control.update_from_folder("f", "7")).weight_digest == "of a"
+
+
+@pytest.mark.parametrize("version", ["a,b", "a\0", "a\nb", "7" * 129])
+async def test_a_name_that_cannot_stand_in_a_list_of_names_is_refused(version: str):
+    fleet = Fleet(verifier_report("a"))
+    bucket = {"names": [], "dtypes": [], "shapes": [], "group_name": "g"}
+    for call in (
+        fleet.control.update_from_folder("f", version),
+        fleet.control.update_from_group(**bucket, weight_version=version),
+        fleet.control.update_drafters("f", version),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            await call
+        assert raised.value.field == "weight_version"
+    assert not fleet.sent(UpdateWeights)
+
+
+async def test_verifiers_connect_to_hosts_that_the_operator_names_and_wait_as_long_as_it_says():
+    fleet = Fleet(verifier_report("a"), trainers=TrainerLimits(hosts=("trainer.example",), timeout_s=7.0))
+    for host in ("127.0.0.1", "trainer.example.org", ""):
+        with pytest.raises(InvalidRequest, match="--trainer-hosts") as raised:
+            await fleet.control.join_group(**{**GROUP, "master_address": host}, rank_offset=1, world_size=2)
+        assert raised.value.field == "master_address"
+    assert fleet.calls == []
+    await fleet.control.join_group(**{**GROUP, "master_address": "trainer.example"}, rank_offset=1, world_size=2)
+    (message,) = fleet.sent(InitWeightsGroup)
+    assert (message.master_address, message.timeout_s) == ("trainer.example", 7.0)

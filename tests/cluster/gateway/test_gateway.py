@@ -215,7 +215,7 @@ async def test_an_id_that_runs_is_refused(tokenizer):
     ],
 )
 async def test_what_cannot_be_served_is_refused_naming_the_field(tokenizer, fields, field):
-    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer)
+    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, allows_lossy=True)
     with pytest.raises(errors.InvalidRequest) as raised:
         await gateway.parse(RequestInput(**{"prompt": [5], **fields}))
     assert raised.value.field == field
@@ -275,7 +275,8 @@ async def test_what_is_asked_for_reaches_the_engine(tokenizer):
 
 async def test_the_servers_mode_is_for_requests_with_logprobs(tokenizer):
     """Others may be judged by a lossy rule; those name both fields when they are refused."""
-    gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, logprobs_mode=LogprobsMode.PROCESSED)
+    backend = FakeBackend(lambda _: [[5]])
+    gateway = build_gateway(backend, tokenizer, logprobs_mode=LogprobsMode.PROCESSED, allows_lossy=True)
 
     async def mode(**fields) -> LogprobsMode:
         return (await gateway.parse(RequestInput(prompt=[5], **fields))).sampling.logprobs_mode
@@ -301,12 +302,34 @@ async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
 
 
 async def test_in_rollouts_a_lossy_rule_is_refused(tokenizer):
-    gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, rollouts=True)
+    gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, rollouts=True, allows_lossy=True)
     for fields in ({}, {"logprobs": 0, "logprobs_mode": "processed_logprobs"}):
         with pytest.raises(errors.InvalidRequest, match="lossless in rollouts") as raised:
             await gateway.parse(RequestInput(prompt=[5], rejection_sample_method="typical", **fields))
         assert raised.value.field == "rejection_sample_method"
     await gateway.parse(RequestInput(prompt=[5], rejection_sample_method="block"))
+
+
+async def test_a_lossy_rule_is_for_services_that_allow_it(tokenizer):
+    for is_allowed in (True, False):
+        gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, allows_lossy=is_allowed)
+        request = RequestInput(prompt=[5], rejection_sample_method="typical")
+        if is_allowed:
+            assert (await gateway.parse(request)).sampling.acceptance is AcceptanceRule.TYPICAL
+            continue
+        with pytest.raises(errors.InvalidRequest, match="allow-typical-acceptance") as raised:
+            await gateway.parse(request)
+        assert raised.value.field == "rejection_sample_method"
+
+
+async def test_strangers_are_not_told_what_was_in_the_prefix_cache(tokenizer):
+    for tells_cached, expected in ((True, 2), (False, 0)):
+        backend = FakeBackend(lambda _: [[5]])
+        gateway = build_gateway(backend, tokenizer, tells_cached=tells_cached)
+        chunks = await collect(gateway, prompt=[5, 6, 7, 8])
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.num_cached_tokens == expected
 
 
 async def test_elsewhere_what_shall_not_be_stored_is_filed_nowhere_either(tokenizer):

@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
+from outrider.cluster.common.errors import RequestFailed
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import TokenLogprobs
@@ -64,3 +67,19 @@ def test_tokens_are_named_by_their_ids_if_asked(tokenizer):
     assert (shown["tokens"], shown["top_logprobs"]) == (["token_id:5"], [{"token_id:6": -0.25, "token_id:5": -0.5}])
     (item,) = chat_logprobs(tokens, codec, num_top=1, first_offset=0, as_ids=True)["content"]
     assert (item["token"], item["top_logprobs"][0]["token"]) == ("token_id:5", "token_id:6")
+
+
+def test_what_is_not_a_number_is_an_error_in_every_shape(tokenizer):
+    codec = TextCodec(tokenizer)
+    own = TokenLogprobs(token_id=5, logprob=math.nan, rank=1, top_token_ids=(6,), top_logprobs=(-1.0,))
+    top = TokenLogprobs(token_id=5, logprob=-1.0, rank=2, top_token_ids=(6,), top_logprobs=(math.nan,))
+    for one in (own, top):
+        for shape in (
+            lambda one: completion_logprobs(
+                [ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=0
+            ),
+            lambda one: chat_logprobs([ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=0),
+            lambda one: prompt_logprobs([one], codec, num_top=1),
+        ):
+            with pytest.raises(RequestFailed, match="not a number"):
+                shape(one)

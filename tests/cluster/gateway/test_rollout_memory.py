@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cluster.gateway.rollout_memory import MAX_CARRIED_TOKENS, MemoryLimits, RolloutMemory
+from outrider.cluster.gateway.rollout_memory import MAX_CARRIED_TOKENS, MIN_COUNTED, MemoryLimits, RolloutMemory
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig
 from outrider.verifier_service.messages.history import PastResponse, filed_under, name_of, prompt_hash
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -164,7 +164,7 @@ def test_versions_fall_out_beyond_the_window_and_ages_are_told():
 # --- bounds ---
 
 
-@pytest.mark.parametrize("limits", [{"max_keys": 2}, {"max_tokens": 9}])
+@pytest.mark.parametrize("limits", [{"max_keys": 2}, {"max_tokens": 2 * MIN_COUNTED}])
 def test_the_key_that_was_not_used_for_longest_goes_first(limits: dict[str, int]):
     bench = Bench(**limits)
     for key in "pq":
@@ -176,18 +176,44 @@ def test_the_key_that_was_not_used_for_longest_goes_first(limits: dict[str, int]
 
 
 def test_of_one_key_the_oldest_response_goes_first():
-    for limits in ({"max_responses": 2}, {"max_tokens": 5}):
+    for limits in ({"max_responses": 2}, {"max_tokens": 2 * MIN_COUNTED}):
         bench = Bench(**limits)
         for last in (8, 9, 10):
             bench.run("a", 7, last)
         assert bench.known() == [[7, 9], [7, 10]]
 
 
+def test_short_responses_count_as_what_they_take_in_memory():
+    bench = Bench(max_tokens=10 * MIN_COUNTED)
+    for number in range(200):
+        bench.memory.record(f"k{number}", [7, 8])
+        bench.memory.check_integrity()
+    assert len(bench.known()) == 10
+    bench.memory.record("long", [7] * (3 * MIN_COUNTED))
+    assert len(bench.known()) == 8
+
+
+def test_what_is_exported_is_what_was_there_when_it_was_asked_for():
+    bench = Bench()
+    for last in (8, 9):
+        bench.run("a", 7, last)
+    exported = bench.memory.exported()
+    first = next(exported)
+    bench.run("a", 7, 10)
+    bench.memory.clear()
+    assert [one.token_ids for one in (first, *exported)] == [[7, 8], [7, 9]]
+
+
 @given(st.integers(0, 1 << 30))
 def test_bounds_and_books_hold_whatever_happens(seed: int):
     chance = random.Random(seed)
     bench = Bench(
-        num_versions=2, max_responses=3, max_keys=3, max_tokens=30, max_drafter_responses=4, max_drafter_tokens=20
+        num_versions=2,
+        max_responses=3,
+        max_keys=3,
+        max_tokens=5 * MIN_COUNTED,
+        max_drafter_responses=4,
+        max_drafter_tokens=20,
     )
     for _ in range(40):
         tokens = [chance.randrange(9) for _ in range(chance.randrange(12))]
@@ -198,13 +224,13 @@ def test_bounds_and_books_hold_whatever_happens(seed: int):
             bench.memory.check_integrity()
         else:
             bench.run(chance.choice("ab"), *tokens, drafters=chance.choice(["", "d", "de"]), **fields)
-    exported = bench.memory.exported()
+    exported = list(bench.memory.exported())
     bench.memory.clear()
     bench.memory.check_integrity()
     assert bench.known() == []
     for one in exported:
         bench.memory.record(one.key, one.token_ids, one.weight_version)
-    assert bench.memory.exported() == exported, "what goes out comes in again"
+    assert list(bench.memory.exported()) == exported, "what goes out comes in again"
 
 
 # --- privacy ---

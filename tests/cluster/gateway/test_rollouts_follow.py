@@ -179,7 +179,7 @@ async def test_in_rollouts_what_was_declined_is_nowhere_and_found_by_nobody():
     memory, verifiers = RolloutMemory(), (LookUps(), LookUps())
     async with fleet_of(*verifiers, memory=memory) as fleet:
         declined = await epoch(fleet, history_key="", cache_salt="mine")
-        assert memory.exported() == []
+        assert list(memory.exported()) == []
         assert all(verifier.histories == verifier.salted == {} for verifier in verifiers)
         others = await epoch(fleet, cache_salt="mine")
         del fleet.router.endpoints["v0"]
@@ -204,8 +204,8 @@ async def test_in_rollouts_two_keys_never_see_each_other_on_any_verifier():
         mine = await fleet.generate(sample(history_key="mine"))
         assert first_round(mine) > 0
     assert [len(request.history) for request in verifiers[1].requests] == [0, 2]
-    assert verifiers[1].histories.keys() == {"key ours", "key mine"}
-    assert verifiers[0].histories.keys() == {"key mine", "key theirs"}
+    assert verifiers[1].histories.keys() == {filed_under("ours", ()), filed_under("mine", ())}
+    assert verifiers[0].histories.keys() == {filed_under("mine", ()), filed_under("theirs", ())}
 
 
 async def test_outside_rollouts_what_was_declined_is_in_no_tree_and_finds_none():

@@ -29,6 +29,7 @@ from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailab
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
 from outrider.cluster.gateway.routed_backend import RoutedBackend, affinity_key
 from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
+from outrider.cluster.router.search import MAX_FULL
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -383,7 +384,7 @@ async def test_choices_of_one_prompt_stay_together_and_wait():
         assert [request.most_waiting for request in verifiers[0].requests] == [8]
 
 
-@pytest.mark.parametrize("num_verifiers", [1, 2, MAX_ATTEMPTS + 1])
+@pytest.mark.parametrize("num_verifiers", [1, 2, MAX_FULL + 1])
 async def test_where_all_are_full_the_client_is_told_to_come_back(num_verifiers: int):
     verifiers = [Full([(1,)]) for _ in range(num_verifiers)]
     async with fleet_of(*verifiers) as fleet:
@@ -393,7 +394,7 @@ async def test_where_all_are_full_the_client_is_told_to_come_back(num_verifiers:
             await fleet.generate()
         assert time.monotonic() - begin_s < RETRY_INTERVAL_S, "nothing is waited for"
         assert refused.value.retry_after_s >= 1.0
-        assert sum(len(verifier.requests) for verifier in verifiers) == min(num_verifiers, MAX_ATTEMPTS)
+        assert sum(len(verifier.requests) for verifier in verifiers) == min(num_verifiers, MAX_FULL)
 
 
 async def test_a_request_that_has_begun_is_taken_whoever_waits():

@@ -469,3 +469,12 @@ def test_a_pool_learns_where_operator_and_client_allow_it(learn: Any, store: boo
     (opening,) = messages_of(engine.pool.take(), Open)
     assert opening.may_learn is may_learn
     assert (opening.history is not None) is (store is False), "what must not be kept is not remembered either"
+
+
+def test_the_border_of_a_salt_is_told_to_drafters():
+    engine = HostedEngine()
+    engine.pool.come_up("d")
+    engine.add(cache_salt="s")
+    engine.steps(3)
+    (opening,) = messages_of(engine.pool.take(), Open)
+    assert opening.cache_salt == "s"

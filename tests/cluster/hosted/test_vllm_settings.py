@@ -11,6 +11,7 @@ from fakes.hosted.v2_scheduler import Sampling
 from outrider.cluster.hosted.drafting import HostRequest
 from outrider.cluster.hosted.vllm_settings import (
     CAP_KEY,
+    SALT_KEY,
     STORE_KEY,
     UNTRIED_PARALLELISM,
     UntriedVersionError,
@@ -80,6 +81,12 @@ def test_what_is_no_clear_yes_may_not_be_stored(said: Any, store: bool | None):
     assert described(extra_args={STORE_KEY: said}).store is store
     assert described(extra_args={"other": said}).store is None
     assert described().store is None
+
+
+def test_a_salt_is_read_whatever_a_client_makes_it_of():
+    for said, salt in (("s", "s"), (7, "7"), ("", "")):
+        assert described(extra_args={SALT_KEY: said}).cache_salt == salt
+    assert described().cache_salt == described(extra_args={"other": "s"}).cache_salt == ""
 
 
 def test_the_models_end_is_no_stop_token_where_it_is_ignored_but_the_clients_own_are():

@@ -22,6 +22,7 @@ def test_every_replica_is_described():
         "num_waiting": 2,
         "kv_usage": 0.625,
         "weight_version": "",
+        "weights_digest": "",
         "weights_error": None,
         "is_paused": False,
         "tokens_per_s": 120.0,

@@ -203,7 +203,7 @@ async def test_a_grpc_client_aborts_what_runs_at_another_gateway():
 async def test_what_one_records_of_rollouts_all_have():
     one, two = PlayedGateway("one", ""), PlayedGateway("two", "")
     async with service(one, two):
-        given = {"history_key": "k", "responses": [[7, 8, 9]], "weight_version": "1"}
+        given = {"history_key": "k", "responses": [[7, 8, 9]], "weight_version": "1", "opens_version": True}
         await one.client.post(PATH, json=given)
         await until(lambda: _same(one, two))
         assert len(await two.history()) == 1
@@ -226,7 +226,12 @@ async def test_a_new_gateway_begins_with_the_memory_of_one_that_is_there(monkeyp
     one, two, new = (PlayedGateway(name, "") for name in ("one", "two", "new"))
     async with service(one, two) as registry:
         for number in range(20):
-            given = {"history_key": "k", "responses": [[number, 8, 9]], "weight_version": str(number // 6)}
+            given = {
+                "history_key": "k",
+                "responses": [[number, 8, 9]],
+                "weight_version": str(number // 6),
+                "opens_version": True,
+            }
             await one.client.post(PATH, json=given)
         await until(lambda: _same(one, two))
         await new.open()

@@ -38,6 +38,7 @@ from outrider.cluster.replicas.serving import (
     check_models,
     check_ports,
     deploy,
+    notes_of,
     own_ray_options,
     start_ray,
     stop_serve,
@@ -166,6 +167,14 @@ def test_phases_are_told_with_the_time_since_the_start():
 
 
 @pytest.mark.soak  # what refuses it: below; how a verb tells bad values: tests/cluster/cli/test_serve.py
+def test_an_operator_is_told_who_shares_a_cache_and_that_nothing_drafts():
+    (shared,) = notes_of(ServiceConfig())
+    assert "all clients share one prefix cache" in shared
+    assert list(notes_of(ServiceConfig(api_key_hashes=["0" * 64]))) == []
+    (idle,) = notes_of(ServiceConfig(api_key_hashes=["0" * 64], num_drafters=0))
+    assert idle.startswith("nothing drafts")
+
+
 def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 64, "n_layer": 1}')
     command = [str(Path(sys.executable).with_name("outrider")), "serve", str(tmp_path)]

@@ -125,7 +125,8 @@ def test_vllms_grammar_leaves_out_what_ours_does(text: str):
     [
         ({}, None),
         ({"may_learn": True}, {"store": True}),
-        ({"may_learn": True, "cache_salt": "s"}, None),  # the plug-in would file it beside those without a salt
+        ({"cache_salt": "s"}, {"cache_salt": "s"}),
+        ({"may_learn": True, "cache_salt": "s"}, {"store": True, "cache_salt": "s"}),
         ({"history_key": ""}, {"store": False}),
     ],
 )

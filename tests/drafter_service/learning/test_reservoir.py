@@ -79,14 +79,6 @@ def test_the_same_request_replaces_and_stays_held_out():
     assert all(len(each.token_ids) == 3 for each in reservoir.training())
 
 
-def test_a_request_may_come_again_under_another_salt():
-    reservoir = Reservoir(1 << 20)
-    reservoir.add(sample("r", cache_salt="a"))
-    reservoir.add(sample("r", cache_salt="b"))
-    reservoir.check_integrity()
-    assert [each.sample.cache_salt for each in reservoir.training()] == ["b"]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -132,6 +124,16 @@ def test_rewards_come_before_or_after_their_samples(monkeypatch):
     assert [each.reward for each in reservoir.training()] == [1.0, 3.0, None, None]
     with pytest.raises(ValueError, match="not finite"):
         reservoir.reward("late", math.nan)
+
+
+def test_a_request_of_the_same_name_in_another_partition_replaces_no_sample():
+    reservoir = Reservoir(1 << 20)
+    for salt in ("a", "b", "a"):
+        reservoir.add(sample("one name", cache_salt=salt))
+        reservoir.check_integrity()
+    assert [each.sample.cache_salt for each in reservoir.training()] == ["b", "a"]
+    reservoir.reward("one name", 2.0)
+    assert [each.reward for each in reservoir.training()] == [2.0, 2.0]
 
 
 def test_reward_weights_by_hand():

@@ -246,11 +246,16 @@ def strange(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
     return "strange.weight"
 
 
+def spoilt(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
+    tensors[a_matrix(tensors)][0, 0] = float("nan")
+    return "has numbers that are not finite"
+
+
 # an MTP layer is read from among a target's tensors
 DEFECTS = [
     pytest.param(method, defect, id=f"{method} {defect.__name__}")
     for method in (*HEADS, *MODELS)
-    for defect in (narrow, lacking, strange)
+    for defect in (narrow, lacking, strange, spoilt)
     if (method, defect) != (Method.MTP, strange)
 ]
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open, Seed
 from outrider.verifier_service.messages.history import PastResponse
-from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import (
+    AcceptanceRule,
+    GenerationRequest,
+    Request,
+    SamplingParams,
+    SpeculationPlan,
+)
 
 RESPONSES = (PastResponse(token_ids=(7, 8), age=1), PastResponse(token_ids=(7, 9)))
 
@@ -26,13 +34,12 @@ class Bench:
         ]
         self.coordinator.receive({}, 0.0)
 
-    def request(self, *, prompt: tuple[int, ...] = (1, 2, 3), draft_length: int = 3, **fields: object) -> Request:
+    def request(self, *, prompt: tuple[int, ...] = (1, 2, 3), draft_length: int = 3, **fields: Any) -> Request:
         message = GenerationRequest(
             request_id="r",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=32),
             plan=SpeculationPlan(drafter_id="keeps" if draft_length else None, draft_length=draft_length),
-            **fields,
+            **{"sampling": SamplingParams(temperature=0.0, max_tokens=32), **fields},
         )
         return Request.of(message, 0.0)
 
@@ -98,6 +105,24 @@ def test_what_must_not_be_kept_is_filed_nowhere_outside_rollouts_either():
 def test_a_drafter_is_told_whether_it_may_learn(rollouts: bool, may_learn: bool):
     assert Bench(rollouts=rollouts).opening(may_learn=may_learn).may_learn is may_learn
     assert Bench(rollouts=rollouts).opening().may_learn is False
+
+
+@pytest.mark.parametrize("rollouts", [False, True])
+def test_a_request_of_a_lossy_rule_sees_nothing_of_others_and_leaves_nothing_behind(rollouts: bool):
+    lossy = SamplingParams(max_tokens=32, acceptance=AcceptanceRule.TYPICAL)
+    history = Bench(rollouts=rollouts).opening(sampling=lossy).history
+    assert history is not None
+    assert history.key == ""
+
+
+def test_in_rollouts_each_partition_has_keys_of_its_own():
+    keys = set()
+    for partition in ("", "a", "b"):
+        for fields in ({}, {"history_key": "k"}):
+            history = Bench().opening(partition=partition, **fields).history
+            assert history is not None
+            keys.add(history.key)
+    assert len(keys) == 6
 
 
 def test_the_version_of_the_weights_is_told():

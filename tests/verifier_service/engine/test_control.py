@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,24 +15,49 @@ from outrider.verifier_service.messages.engine import (
     ControlResult,
     DestroyWeightsGroup,
     FlushCache,
+    InitWeightsGroup,
     PauseGeneration,
     PauseMode,
     PeerState,
     PeerWeights,
     UpdateDraftWeights,
     UpdateWeights,
+    WeightChange,
 )
 from outrider.verifier_service.messages.request import FinishReason
 from outrider.verifier_service.model.weights import WeightError
 from tiny.loop_thread import PATIENCE_S
 from tiny.looping import Loop, draft_for, looping, wait_for_drafts
 
+GROUP = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
 LONG = tuple(range(3, 23))  # a prompt of several whole blocks
 
 
 @pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)
 def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "pace", request.param)
+
+
+class Played:
+    """Weights whose changes are ready once they may be, and then made by `change`."""
+
+    def __init__(self, change: Callable[[WeightChange], int], *, is_ready: bool = True) -> None:
+        self.digest, self.missing = "d", ("w",)
+        self.is_ready = is_ready
+        self.begun: list[WeightChange] = []
+        self.abandoned: list[WeightChange] = []
+        self._change = change
+
+    def begin(self, message: WeightChange) -> None:
+        self.begun.append(message)
+
+    def finish(self, *, is_abandoned: bool = False) -> int:
+        message = self.begun[-1]
+        if is_abandoned:
+            self.abandoned.append(message)
+            self.is_ready = True
+            raise WeightError("the group was left")
+        return self._change(message)
 
 
 def answer(loop: Loop, call_id: str) -> ControlResult:
@@ -110,7 +136,7 @@ def test_the_newest_order_holds_in_whichever_order_they_come():
 
 
 def test_an_engine_without_a_trainer_takes_no_orders():
-    with looping(change_weights=lambda message: 0, takes_orders=False) as loop:
+    with looping(takes_orders=False) as loop:
         begin_and_wait_for_a_draft(loop)
         for message in (
             PauseGeneration(call_id="pause"),
@@ -182,7 +208,7 @@ def test_a_wait_of_an_idle_engine_is_answered_at_once():
 
 def test_an_update_between_two_steps_names_the_tokens_that_follow():
     updates: list[tuple[Any, bool]] = []
-    with looping(change_weights=lambda message: updates.append((message, is_in_flight())) or 0) as loop:
+    with looping(weights=Played(lambda message: updates.append((message, is_in_flight())) or 0)) as loop:
 
         def is_in_flight() -> bool:
             return getattr(loop.engine, "_next", None) is not None
@@ -208,12 +234,12 @@ def test_an_update_between_two_steps_names_the_tokens_that_follow():
 
 def test_a_half_streamed_update_is_not_gone_on_with():
     missing = [7, 3, 0, 5, 0]
-    with looping(change_weights=lambda message: missing.pop(0)) as loop:
+    with looping(weights=Played(lambda message: missing.pop(0))) as loop:
         call(loop, PauseGeneration(call_id="p", mode=PauseMode.KEEP))
         results = [call(loop, UpdateWeights(call_id=name, group_name="g", weight_version="v1")) for name in "xy"]
         assert [result.num_missing_tensors for result in results] == [7, 3]
         assert {result.weight_version for result in results} == {"default"}
-        assert "3 tensors missing" in str(call(loop, ContinueGeneration(call_id="no")).error)
+        assert "3 tensors are missing, 'w' among them" in str(call(loop, ContinueGeneration(call_id="no")).error)
         loop.say(make_request("a"))
         result = call(loop, UpdateWeights(call_id="z", group_name="g", weight_version="v1"))
         assert (result.num_missing_tensors, result.weight_version) == (0, "v1")
@@ -229,7 +255,7 @@ def test_an_update_that_is_refused_changes_nothing():
     def refuse(message: Any) -> int:
         raise WeightError("'lm_head' does not fit")
 
-    with looping(change_weights=refuse) as loop:
+    with looping(weights=Played(refuse)) as loop:
         begin_and_wait_for_a_draft(loop)
         result = call(loop, UpdateWeights(call_id="u", folder="f", weight_version="v7"))
         assert (result.error, result.weight_version) == ("'lm_head' does not fit", "default")
@@ -241,12 +267,38 @@ def test_an_update_that_is_refused_changes_nothing():
 def test_an_engine_is_not_silent_while_its_weights_change():
     """Its shell gives up a silent one."""
     may_end = threading.Event()
-    with looping(change_weights=lambda message: 0 if may_end.wait(PATIENCE_S) else 1) as loop:
+    with looping(weights=Played(lambda message: 0 if may_end.wait(PATIENCE_S) else 1)) as loop:
         loop.say(UpdateWeights(call_id="u", folder="f"))
         loop.hear_until(lambda: len(loop.loads) >= 4)
         assert not loop.results
         may_end.set()
         assert answer(loop, "u").error is None
+
+
+def test_steps_go_on_while_a_change_is_not_ready_and_the_end_of_its_group_breaks_it_off():
+    weights = Played(lambda message: 0, is_ready=False)
+    with looping(weights=weights) as loop:
+        loop.say(InitWeightsGroup(call_id="join", **GROUP))
+        for number in range(2):
+            name = str(number)
+            loop.say(make_request(name))
+            loop.hear_until(lambda name=name: name in loop.finished())
+        assert not loop.results, "nobody has joined"
+        second = call(loop, UpdateWeights(call_id="second", folder="f"))
+        assert "another change" in str(second.error)
+        assert call(loop, DestroyWeightsGroup(call_id="end", group_name="g")).error is None
+        assert answer(loop, "join").error == "the group was left"
+        assert [message.call_id for message in weights.begun] == ["join", "end"]
+        assert [message.call_id for message in weights.abandoned] == ["join"]
+        weights.is_ready = False
+        loop.say(UpdateWeights(call_id="folder", folder="f", weight_version="v7"))
+        assert "another change" in str(call(loop, DestroyWeightsGroup(call_id="no", group_name="g")).error)
+        weights.is_ready = True  # no message wakes the loop
+        result = answer(loop, "folder")
+        assert (result.error, result.weight_version, result.weight_digest) == (None, "v7", "d")
+        loop.loads.clear()
+        loop.hear_until(lambda: loop.loads)
+        assert loop.loads[-1].weights_digest == "d"
 
 
 def test_an_engine_whose_weights_cannot_change_says_so():
@@ -278,7 +330,7 @@ def test_an_engine_without_a_drafter_in_its_process_says_so():
 
 
 def test_a_linked_drafter_is_behind_until_it_tells_of_an_update():
-    with looping(change_weights=lambda message: 0) as loop:
+    with looping(weights=Played(lambda message: 0)) as loop:
 
         def num_behind() -> int | None:
             loop.loads.clear()

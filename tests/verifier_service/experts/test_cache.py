@@ -14,7 +14,7 @@ from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, gener
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
-from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate, UpdateWeights
 from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
@@ -23,7 +23,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import OffloadedExperts
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightError
+from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from tiny.mixtures import skewed_mixture
 from tiny.models import make_checkpoint, random_sequences, scattered_batches, without_kernels
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused_by_name(served, tmp_path):
         load(tmp_path, 0)
     offloaded = load(served.folder, 4)
     with pytest.raises(WeightError, match="num_cached_experts: experts in host memory take no new weights"):
-        RankWeights(offloaded).update_weights(StateDictSource({}))
+        RankWeights(offloaded).change(UpdateWeights(call_id="u", folder=served.folder))
 
 
 def test_the_check_of_logits_is_of_a_tiny_model(served):

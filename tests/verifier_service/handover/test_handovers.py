@@ -220,6 +220,48 @@ def test_other_models_and_weights_are_refused(giver, taker, monkeypatch, field):
     assert was_refused(taker.outputs_of("b"))
 
 
+def test_a_taker_that_reads_slowly_fills_no_memory(single, giver, taker, monkeypatch):
+    (expected,) = single.run(ask("alone", prompts()[0]))
+    room = 8 * giver.kv.num_bytes_per_token
+    monkeypatch.setattr(giver_module, "MAX_PART_BYTES", 2 * giver.kv.num_bytes_per_token)
+    monkeypatch.setattr(giver_module, "MAX_UNREAD_BYTES", room)
+    message, ferry = ask("a", prompts()[0]), Ferry(giver, taker)
+    giver.add(replace(message, hands_over=True))
+    taker.add(replace(message, request_id="b", kv_source=KVSource(endpoint="", request_id="a")))
+    ferry.is_slow = True
+    for _ in range(10):
+        giver.step()
+        ferry.round()
+        assert ferry.num_unread_bytes < 1.5 * room
+    assert ferry.num_unread_bytes > 0.5 * room
+    assert not giver.handovers.is_busy, "it waits for the taker's word"
+    ferry.is_slow = False
+    while not taker.has_ended("b"):
+        giver.step()
+        ferry.round()
+        taker.step()
+    assert giver.tokens("a") + taker.tokens("b") == expected
+
+
+def test_kv_beyond_the_requests_own_length_is_refused_as_it_comes(giver, taker):
+    def longer(payload: bytes) -> bytes:
+        part = decode(payload, GIVER_MESSAGES)
+        if not isinstance(part, KVPart):
+            return payload
+        num = 4 * len(prompts()[0])
+        return encode(replace(part, start=0, stop=num, data=bytes(num * giver.kv.num_bytes_per_token)))
+
+    message = ask("a", prompts()[0], sampling={"max_tokens": 2})
+    ferry = Ferry(giver, taker, longer)
+    giver.add(replace(message, hands_over=True))
+    taker.add(replace(message, request_id="b", kv_source=KVSource(endpoint="", request_id="a")))
+    while not taker.outputs_of("b"):
+        giver.step()
+        ferry.round()
+    assert was_refused(taker.outputs_of("b"))
+    assert "tokens at most" in str(taker.outputs_of("b")[0].error)
+
+
 def test_an_unknown_request_is_refused_after_a_while(giver, taker, monkeypatch):
     monkeypatch.setattr(giver_module, "EARLY_S", 0.0)
     taker.add(replace(ask("b", prompts()[0]), kv_source=KVSource(endpoint="", request_id="nobody")))

@@ -66,11 +66,16 @@ class Served:
         self.draft = serve(perturbed_copy("llama", 0.05), folder / "draft")
 
     def turn(self, engine: VerifierEngine, folder: str, version: str | None = None) -> None:
-        control = EngineControl(engine, self.weights.change)
+        control = EngineControl(engine, self.weights)
         assert engine.drain() == []
-        assert control.handle(UpdateWeights(call_id="c", folder=folder, weight_version=version)) == []
+        assert change(control, UpdateWeights(call_id="c", folder=folder, weight_version=version)) == []
         (result,) = control.take_results()
         assert (result.error, result.num_missing_tensors) == (None, 0)
+
+
+def change(control: EngineControl, message: Any) -> list[RequestOutput]:
+    """Begin a change and finish it, with no step between."""
+    return control.handle(message) + control.finish_change()
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +148,10 @@ def test_a_trainers_group_gives_the_answers_of_a_folder(served: Served) -> None:
     engine = make_engine(served.runner, NoDrafts(), Limits())
     answers(engine, NoDrafts(), 64)
     wanted = answers(make_engine(served.fresh, NoDrafts(), Limits()), NoDrafts(), 64).token_ids
-    control = EngineControl(engine, served.weights.change)
+    control = EngineControl(engine, served.weights)
     with trainer() as there:
-        control.handle(there.joins())
-        control.handle(there.sends(served.new, is_flattened=True))
+        change(control, there.joins())
+        change(control, there.sends(served.new, is_flattened=True))
         assert [result.error for result in control.take_results()] == [None, None]
     assert answers(engine, NoDrafts(), 64).token_ids == wanted
     assert engine.weight_version == "1"
@@ -268,21 +273,18 @@ def test_a_preempted_request_begins_anew_under_the_new_weights(served: Served) -
     assert tokens_of(rest[lost]) == served_fresh
 
 
-def test_an_engine_with_broken_weights_serves_nobody(served: Served) -> None:
+def test_an_engine_with_broken_weights_serves_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(served.runner, NoDrafts(), Limits())
     engine.add(request_of("running"))
     engine.step()
 
-    def broken(message: Any) -> int:
-        copy = served.weights._weights.copy
-        served.weights._weights.copy = lambda source: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
-        try:
-            return served.weights.change(message)
-        finally:
-            served.weights._weights.copy = copy  # type: ignore[method-assign]
+    def broken(source: Any) -> None:
+        raise OSError("gone")
 
-    control = EngineControl(engine, broken)
-    (output,) = control.handle(UpdateWeights(call_id="c", folder=served.new))
+    control = EngineControl(engine, served.weights)
+    with monkeypatch.context() as patches:
+        patches.setattr(served.weights._weights, "copy", broken)
+        (output,) = change(control, UpdateWeights(call_id="c", folder=served.new))
     (result,) = control.take_results()
     assert result.error == output.error == engine.weights_error
     assert output.finish_reason is FinishReason.ERROR
@@ -336,8 +338,8 @@ def test_drafters_that_are_the_target_follow(served: Served, name: str) -> None:
     """They draft the same as those of an engine that started with the weights, so as many are accepted."""
     share, engine = self_drafting(served.old, name)
     before = drafted(engine)
-    control = EngineControl(engine, RankWeights(share).change)
-    control.handle(UpdateWeights(call_id="c", folder=served.new))
+    control = EngineControl(engine, RankWeights(share))
+    change(control, UpdateWeights(call_id="c", folder=served.new))
     after, wanted = drafted(engine), drafted(self_drafting(served.new, name)[1])
     assert after == wanted
     assert sum(accepted for _, accepted in after[1]) > 0

@@ -14,12 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.verifier_service.messages.engine import (
-    WEIGHT_CHANGES,
-    DestroyWeightsGroup,
-    InitWeightsGroup,
-    UpdateWeights,
-)
+from outrider.verifier_service.messages.engine import DestroyWeightsGroup, InitWeightsGroup, UpdateWeights
 from outrider.verifier_service.model import packed_linear
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
@@ -28,7 +23,7 @@ from outrider.verifier_service.model.ranks import free_port
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import Shard, StateDictSource, WeightError
+from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit import model_weights
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError, RankWeights
 from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scattered_batches, without_kernels
@@ -227,23 +222,23 @@ def test_a_folder_that_is_not_there_or_is_cut_short_changes_nothing(tmp_path: Pa
     assert torch.equal(logits_of(runner), before)
 
 
-class Failing(StateDictSource):
-    """A source that cannot be read to its end."""
-
-    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
-        if "layers.1" in name:
-            raise OSError("the disk is gone")
-        return super().read(name, shard)
-
-
-def test_a_copy_that_breaks_off_says_so_until_a_whole_one(tmp_path: Path) -> None:
+def test_a_copy_that_breaks_off_says_so_until_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write_two(tmp_path)
     runner, wanted = runner_of(old), logits_of(runner_of(new))
     weights = RankWeights(runner)
-    with pytest.raises(BrokenWeightsError, match="the disk is gone"):
-        weights.update_weights(Failing(tensors_of(new)))
+    left, copy = iter([True, True, False]), model_weights.copy_tensors
+
+    def failing(target: torch.nn.Module, source: torch.nn.Module) -> None:
+        if not next(left):
+            raise OSError("the disk is gone")
+        copy(target, source)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(model_weights, "copy_tensors", failing)
+        with pytest.raises(BrokenWeightsError, match="the disk is gone"):
+            weights.change(from_folder(new))
     assert not torch.equal(logits_of(runner), wanted)
-    weights.update_weights(StateDictSource(tensors_of(new)))
+    weights.change(from_folder(new))
     assert torch.equal(logits_of(runner), wanted)
 
 
@@ -266,8 +261,10 @@ def test_a_trainers_group_in_buckets(tmp_path: Path, is_flattened: bool) -> None
         for folder, logits, previous in ((new, wanted, before), (old, before, wanted)):
             first, second = halves(folder)
             assert weights.change(there.sends(folder, first, is_flattened=is_flattened)) == len(second)
+            assert set(weights.missing) == set(second)
             assert torch.equal(logits_of(runner), previous), "a half-streamed update touches nothing"
             assert weights.change(there.sends(folder, second, is_flattened=is_flattened)) == 0
+            assert weights.missing == ()
             assert torch.equal(logits_of(runner), logits)
         weights.change(DestroyWeightsGroup(call_id="end", group_name=there.joining.group_name))
     with pytest.raises(WeightError, match="there is no weights group"):
@@ -315,8 +312,9 @@ def test_a_bucket_that_does_not_fit_drops_the_update(tmp_path: Path) -> None:
         first = [name for name in tensors if name != "lm_head.weight"]
         assert weights.change(there.sends(new, first)) == 1
         with pytest.raises(WeightError, match=r"'lm_head\.weight' has shape"):
-            weights.change(there.sends(new, ["lm_head.weight"]))
-        assert weights.change(there.sends(old, ["lm_head.weight"])) == len(first)
+            weights.change(there.tells(new, ["lm_head.weight"]))
+        with pytest.raises(WeightError, match="begin again with /init_weights_update_group"):
+            weights.change(there.tells(old, ["lm_head.weight"]))
     assert torch.equal(logits_of(runner), before)
 
 
@@ -372,7 +370,7 @@ def run_follower(connection: Connection, store_address: str) -> None:
     while folder := connection.recv_bytes().decode():
         runner = runner_of(folder.removeprefix("!"), group=group)
         model_weights.ModelWeights.copy = (lambda self, source: None) if folder.startswith("!") else whole_copy
-        follow(connection, runner, dict.fromkeys(WEIGHT_CHANGES, RankWeights(runner).change))
+        follow(connection, runner, RankWeights(runner).follower_calls())
 
 
 @pytest.fixture(scope="module")

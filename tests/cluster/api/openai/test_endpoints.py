@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import math
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -154,7 +156,7 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({"prompt": "a", "logprobs_mode": 1}, "logprobs_mode"),
         (
             {"prompt": "a", "logprobs_mode": "processed_logprobs", "rejection_sample_method": "typical"},
-            "logprobs_mode",
+            "rejection_sample_method",
         ),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),
@@ -394,6 +396,34 @@ async def test_a_chats_answer_is_a_text_of_its_own_unless_it_continues_a_message
 
 def choices_of(answer, stream):
     return [choice for shown in (events_of(answer) if stream else [answer.json()]) for choice in shown["choices"]]
+
+
+class NotNumbers(FakeBackend):
+    """A model whose second token has a log probability that is not a number."""
+
+    async def generate(self, request, hear):
+        def spoil(output):
+            if len(self.script(request)) > 1 and output.finish_reason is not None:
+                spoilt = [dataclasses.replace(one, logprob=math.nan) for one in output.logprobs]
+                output.logprobs = tuple(spoilt)
+            hear(output)
+
+        await super().generate(request, spoil)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_no_answer_has_a_log_probability_that_json_has_no_word_for(tokenizer, path):
+    logprobs = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
+    body = {"prompt": "ab"} if "chat" not in path else {"messages": [{"role": "user", "content": "ab"}]}
+    async with client_of(NotNumbers(lambda _: [[5], [6]]), tokenizer) as client:
+        whole = await client.post(path, json=body | logprobs)
+        assert whole.status_code == 500
+        assert "not a number" in whole.json()["error"]["message"]
+        streamed = await client.post(path, json=body | logprobs | {"stream": True})
+    assert "NaN" not in streamed.text
+    assert (
+        "not a number" in json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))["error"]["message"]
+    )
 
 
 async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):

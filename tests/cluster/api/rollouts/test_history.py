@@ -14,6 +14,7 @@ from outrider.cluster.api.openai import endpoints
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts import history
 from outrider.cluster.api.rollouts.history import PATH, add_history_routes
+from outrider.cluster.common.api_keys import PARTITION_CHARS, ShownKey, shown_key
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.history import filed_under, prompt_hash
@@ -47,6 +48,10 @@ class Door:
             return [(one.token_ids, one.age) for one in sample.request.history]
 
 
+def opening(version: str) -> dict[str, Any]:
+    return {"weight_version": version, "opens_version": True}
+
+
 @pytest.fixture
 async def door(tokenizer: Any) -> AsyncIterator[Door]:
     door = Door(tokenizer)
@@ -55,26 +60,60 @@ async def door(tokenizer: Any) -> AsyncIterator[Door]:
 
 
 async def test_what_is_given_goes_along_with_the_next_request_of_its_key(door: Door):
-    answer = await door.give(prompt_ids=[1, 2], responses=[[7, 8], [7, 9]], weight_version="1")
+    answer = await door.give(prompt_ids=[1, 2], responses=[[7, 8], [7, 9]], weight_version="1", opens_version=True)
     assert answer == {"object": "history", "num_responses": 2}
-    await door.give(history_key="k", responses=[[7, 10]], weight_version="2")
+    await door.give(history_key="k", responses=[[7, 10]], weight_version="2", opens_version=True)
     await door.give(prompt_hash=prompt_hash([1, 2]), responses=[[7, 11]])
     assert door.taken_along() == [((7, 8), 1), ((7, 9), 1), ((7, 11), 0)]
     assert door.taken_along(history_key="k") == [((7, 10), 0)]
     assert door.taken_along(history_key="") == []
 
 
+async def test_each_key_has_histories_of_its_own_which_an_export_names(door: Door):
+    first, second = "a" * PARTITION_CHARS, "b" * PARTITION_CHARS
+    for partition, token_id in ((first, 7), (second, 8), ("", 9)):
+        token = shown_key.set(ShownKey(partition=partition))
+        await door.give(prompt_ids=[1, 2], responses=[[token_id, token_id]])
+        await door.give(history_key="k", responses=[[token_id, 1]])
+        shown_key.reset(token)
+    for partition, token_id in ((first, 7), (second, 8), ("", 9)):
+        assert door.taken_along(partition=partition) == [((token_id, token_id), 0)]
+        assert door.taken_along(partition=partition, history_key="k") == [((token_id, 1), 0)]
+    exported = (await door.client.get(PATH)).content
+    assert [json.loads(line).get("partition") for line in exported.splitlines()] == [first] * 2 + [second] * 2 + [
+        None
+    ] * 2
+    await door.client.delete(PATH)
+    await door.client.post(PATH, content=exported, headers=LINES)
+    assert (await door.client.get(PATH)).content == exported
+
+
+async def test_a_version_that_is_not_known_ends_no_other_by_mistake(door: Door):
+    for version in "1234":
+        await door.give(history_key="k", responses=[[7, int(version)]], **opening(version))
+    for version in ("5", "44", "", "1 "):
+        body = {"history_key": "k", "responses": [[7, 8]], "weight_version": version}
+        answer = await door.client.post(PATH, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight_version")
+    assert [one.token_ids for one in door.memory.exported()] == [[7, int(version)] for version in "1234"]
+    await door.give(history_key="k", responses=[[7, 9]], weight_version="2")
+    await door.give(history_key="k", responses=[[7, 5]], **opening("5"))
+    assert [one.token_ids[1] for one in door.memory.exported()] == [2, 9, 3, 4, 5]
+
+
 async def test_what_goes_out_comes_in_again(door: Door, tokenizer: Any):
     await door.give(prompt_ids=[1, 2], responses=[[3, 4]])
     for version in "123":
-        await door.give(prompt_ids=[1, 2], responses=[[7, 8, int(version)]], weight_version=version)
-        await door.give(history_key="größer", responses=[[7, 9], [7, 10]], weight_version=version)
+        await door.give(prompt_ids=[1, 2], responses=[[7, 8, int(version)]], **opening(version))
+        await door.give(history_key="größer", responses=[[7, 9], [7, 10]], **opening(version))
     exported = await door.client.get(PATH)
     assert exported.headers["content-type"].startswith("application/jsonl")
     lines = [json.loads(line) for line in exported.text.splitlines()]
     assert len(lines) == 10
     assert lines[0] == {"prompt_hash": prompt_hash([1, 2]), "responses": [[3, 4]]}
-    assert lines[1] == {"prompt_hash": prompt_hash([1, 2]), "weight_version": "1", "responses": [[7, 8, 1]]}
+    first = {"prompt_hash": prompt_hash([1, 2]), "weight_version": "1", "opens_version": True}
+    assert lines[1] == {**first, "responses": [[7, 8, 1]]}
+    assert [line["weight_version"] for line in lines if line.get("opens_version")] == ["1", "2", "3"]
     other = Door(tokenizer)
     async with other.client:
         answer = await other.client.post(PATH, content=exported.content, headers=LINES)
@@ -105,7 +144,7 @@ async def test_a_bad_line_is_named_and_those_before_it_count(door: Door):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["message"].partition(":")[0]) == ("responses", "line 2")
-    assert len(door.memory.exported()) == 1
+    assert len(list(door.memory.exported())) == 1
     answer = await door.client.post(PATH, content=b"\n{", headers=LINES)
     assert answer.json()["error"]["message"].startswith("line 2: the body is not JSON")
 
@@ -141,6 +180,8 @@ async def test_all_is_forgotten(door: Door):
         ({"history_key": "", "responses": [[7, 8]]}, "history_key"),
         ({"history_key": "k" * 129, "responses": [[7, 8]]}, "history_key"),
         ({"prompt_hash": "k", "responses": [[7, 8]]}, "prompt_hash"),
+        ({"history_key": "k", "partition": "a b", "responses": [[7, 8]]}, "partition"),
+        ({"history_key": "k", "partition": "", "responses": [[7, 8]]}, "partition"),
         ({"history_key": "k"}, "responses"),
         ({"history_key": "k", "responses": [7, 8]}, "responses"),
         ({"history_key": "k", "responses": [[7, -1]]}, "responses"),
@@ -156,7 +197,7 @@ async def test_errors_name_the_field_and_nothing_is_kept(door: Door, body: dict[
     answer = await door.client.post(PATH, json=body)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == field
-    assert door.memory.exported() == []
+    assert list(door.memory.exported()) == []
 
 
 async def test_out_of_rollouts_there_is_no_door_and_no_body_brings_a_history(tokenizer: Any):

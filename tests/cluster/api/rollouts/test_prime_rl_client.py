@@ -95,7 +95,7 @@ async def test_weights_of_a_step_there_and_back(
     await update_weights([admin], broadcast(service, tmp_path, 41), step=41)
     for salt in ("0", "41"):  # the client's salt is not what keeps KV of old weights out
         assert (await ask(client, cache_salt=salt))["completion_ids"] == new.greedy(PROMPT, 12)
-    assert (await admin.get("/weight_info")).json() == {"weight_version": "41"}
+    assert (await admin.get("/weight_info")).json()["weight_version"] == "41"
     await update_weights([admin], broadcast(service, tmp_path, 42, service.old), step=42)
     assert (await ask(client, cache_salt="42"))["completion_ids"] == old.greedy(PROMPT, 12)
 
@@ -110,7 +110,7 @@ async def test_calls_that_arrive_twice_change_nothing(
     assert [answer.status_code for answer in answers] == [200, 200]
     for _ in range(2):
         assert (await admin.post("/resume")).status_code == 200
-    assert (await admin.get("/weight_info")).json() == {"weight_version": "3"}
+    assert (await admin.get("/weight_info")).json()["weight_version"] == "3"
     assert (await ask(client))["completion_ids"] == new.greedy(PROMPT, 12)
 
 

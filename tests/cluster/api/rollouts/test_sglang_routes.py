@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
+import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +16,7 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
+from safetensors.torch import save_file
 
 from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.rollouts.doors import TrainerDoors
@@ -276,7 +280,7 @@ async def test_weights_from_a_folder_there_and_back(fleet: TrainedFleet, new: st
     answer = await post(fleet, "/update_weights_from_disk", body)
     assert answer["success"]
     assert "step-1" in answer["message"]
-    assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "step-1"}
+    assert (await fleet.http.get("/get_weight_version")).json()["weight_version"] == "step-1"
     changed = await generate(fleet)
     assert changed["output_ids"] == of_model(new, PROMPT, 8)[0] != old["output_ids"]
     assert changed["meta_info"]["weight_version"] == "step-1"
@@ -305,7 +309,7 @@ async def test_weights_from_a_trainers_group_in_buckets(fleet: TrainedFleet, new
         assert (await post(fleet, "/init_weights_update_group", joining))["success"]
         await post(fleet, "/pause_generation")
         for bucket in (names[:5], names[5:]):
-            assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "default"}
+            assert (await fleet.http.get("/get_weight_version")).json()["weight_version"] == "default"
             message = training.sends(new, bucket)
             update = {
                 "names": list(message.names),
@@ -347,12 +351,66 @@ async def test_a_folder_that_does_not_fit_changes_nothing(fleet: TrainedFleet, t
     assert (await generate(fleet))["output_ids"] == of_model(None, PROMPT, 8)[0]
 
 
+async def test_weights_that_are_not_finite_are_refused_by_the_tensors_name_and_the_old_ones_answer(
+    fleet: TrainedFleet, new: str, tmp_path: Path
+):
+    shutil.copytree(new, tmp_path / "spoilt")
+    tensors = tensors_of(new)
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, tmp_path / "spoilt" / "model.safetensors", {"format": "pt"})
+    body = {"model_path": str(tmp_path / "spoilt"), "weight_version": "7"}
+    answer = await post(fleet, "/update_weights_from_disk", body, status=400)
+    assert "'model.norm.weight' has numbers that are not finite" in answer["message"]
+    found = (await fleet.http.get("/get_weight_version")).json()
+    assert found == {"weight_version": "default", "weight_digest": ""}
+    assert (await generate(fleet))["output_ids"] == of_model(None, PROMPT, 8)[0]
+    assert (await post(fleet, "/update_weights_from_disk", {"model_path": new, "weight_version": "7"}))["success"]
+
+
+async def test_one_change_at_a_time(tmp_path: Path, new: str):
+    """Two at once left verifiers with different weights by one name, in one of four tries."""
+    async with trained_fleet(tmp_path, num_verifiers=2) as fleet:
+        old = str(fleet.folder / "v0")
+        for number in range(4):
+            bodies = [{"model_path": folder, "weight_version": str(number)} for folder in (new, old)]
+            calls = [fleet.http.post("/update_weights_from_disk", json=body) for body in bodies]
+            assert sorted(answer.status_code for answer in await asyncio.gather(*calls)) == [200, 409]
+            found = (await fleet.http.get("/get_weight_version")).json()
+            assert found["weight_version"] == str(number)
+            assert len(found["weight_digest"].split(",")) == 1
+            assert len({(await generate(fleet, rid=str(index)))["output_ids"][0] for index in range(6)}) == 1
+
+
+async def test_a_trainer_that_accepts_and_says_nothing_stops_no_stream(fleet: TrainedFleet, new: str):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "group_name": "g"}
+        body = {**where, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        joining = asyncio.create_task(fleet.http.post("/init_weights_update_group", json=body))
+        connection, _ = await asyncio.to_thread(silent.accept)
+        for number in range(3):
+            assert (await generate(fleet, rid=str(number)))["output_ids"] == of_model(None, PROMPT, 8)[0]
+        assert not joining.done()
+        body = {"model_path": new, "weight_version": "7"}
+        assert "another change" in (await post(fleet, "/update_weights_from_disk", body, status=409))["message"]
+        assert (await post(fleet, "/destroy_weights_update_group", {"group_name": "g"}))["success"]
+        assert (await joining).status_code == 400
+        connection.close()
+        assert (await post(fleet, "/update_weights_from_disk", body))["success"]
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "a,b", "a\0b"])
+async def test_a_name_that_later_updates_would_stumble_over_is_refused(fleet: TrainedFleet, new: str, version: str):
+    body = {"model_path": new, "weight_version": version}
+    assert "weight_version must be" in (await post(fleet, "/update_weights_from_disk", body, status=400))["message"]
+    assert (await post(fleet, "/update_weights_from_disk", {"model_path": new}))["success"]
+
+
 async def test_a_drafter_has_an_update_of_its_own(fleet: TrainedFleet, new: str):
     body = {"model_path": new, "selector": "draft"}
     answer = await post(fleet, "/update_weights_from_disk", body, status=400)
     assert "verifier v0: " in answer["message"]
     assert "draft" in answer["message"]
-    assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "default"}
+    assert (await fleet.http.get("/get_weight_version")).json()["weight_version"] == "default"
     refused = await post(fleet, "/update_weights_from_disk", {**body, "selector": "all"}, status=400)
     assert refused["error"]["param"] == "selector"
 
@@ -387,7 +445,7 @@ async def test_a_verifier_that_missed_an_update_gets_no_request(tmp_path: Path, 
         for _ in range(12):
             answer = await generate(fleet, {**GREEDY}, extra_key=None)
             assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (expected, "7")
-        assert (await fleet.http.get("/get_weight_version")).json() == {"weight_version": "7,default"}
+        assert (await fleet.http.get("/get_weight_version")).json()["weight_version"] == "7,default"
         assert late.runner is not None
         for verifier in fleet.verifiers[:2]:
             await verifier.stop()
