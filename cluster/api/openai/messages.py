@@ -33,13 +33,14 @@ OWN_NAMES = {  # of a chat's fields, for errors
 }
 _SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 SAMPLING_FIELDS = frozenset({*_SAME_NAMES, "stop_sequences"}) - {"model"}
+_AS_IN_A_CHAT = ResponsesBody.passed_fields | {"store"}
 
 
 class CountTokensBody(ModelBody):
     """The body of /v1/messages/count_tokens, which may have all that /v1/messages takes."""
 
     passes_over_unknown = True
-    passed_fields = ResponsesBody.passed_fields | SILENT_FIELDS | SAMPLING_FIELDS
+    passed_fields = _AS_IN_A_CHAT | SILENT_FIELDS | SAMPLING_FIELDS
 
     messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Any] | None = None
@@ -57,8 +58,7 @@ class CountTokensBody(ModelBody):
         history.end()
         tools, servers = tool_fields(self.tools or [], self.tool_choice)
         given = self.model_extra or {}
-        passed = ResponsesBody.passed_fields
-        fields = {name: given[name] for name in passed if given.get(name) is not None}
+        fields = {name: given[name] for name in _AS_IN_A_CHAT if given.get(name) is not None}
         kwargs, budget = thinking_fields(self.thinking)
         if isinstance(given_kwargs := fields.get("chat_template_kwargs", {}), dict):  # else the chat refuses it
             fields["chat_template_kwargs"] = kwargs | given_kwargs

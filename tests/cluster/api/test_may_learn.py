@@ -114,6 +114,11 @@ async def responses(service: Service, key: str, **fields: Any) -> None:
     await service.post("/v1/responses", key, {"input": "the", "max_output_tokens": 1, **fields})
 
 
+async def anthropic(service: Service, key: str, **fields: Any) -> None:
+    messages = [{"role": "user", "content": "the"}]
+    await service.post("/v1/messages", key, {"messages": messages, "max_tokens": 1, **fields})
+
+
 async def native(service: Service, key: str, **fields: Any) -> None:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "rid": "r", **fields}
     await service.post("/generate", key, body)
@@ -158,7 +163,7 @@ async def vllm_grpc(service: Service, key: str, **fields: Any) -> None:
             pass
 
 
-DOORS = (completions, chat, responses, grpc_unary, grpc_stream, vllm_grpc)
+DOORS = (completions, chat, responses, anthropic, grpc_unary, grpc_stream, vllm_grpc)
 TRAINERS_DOORS = (native, tokens, tokens_of_vllms_names)
 RULES = [  # key, fields, may it be learned from, may anything be kept
     ("plain", {}, True, True),
