@@ -1,1 +1,1 @@
-"""Anthropic's Messages API as a wire form of chats: pure translation, which api/openai/messages.py serves."""
+"""Anthropic's Messages API as a wire form of chats: pure translation, which cluster/api/openai/messages.py serves."""
