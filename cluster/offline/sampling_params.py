@@ -49,6 +49,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
+    allowed_token_ids: Sequence[int] | None = None  # no others; None: all
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -97,9 +98,10 @@ class SamplingParams:
         is_texts = isinstance(stop, str | Sequence) and all(isinstance(text, str) and text for text in stop)
         require(is_texts and stop != "", "stop", "a text or a sequence of them, none of them empty")
         require(self.detokenize or not self.stop_strings, "detokenize", "True where there are stop strings")
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        is_ids = isinstance(ids, Sequence) and all(map(_is_token_id, ids))
-        require(is_ids, "stop_token_ids", "a sequence of token ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = () if getattr(self, name) is None else getattr(self, name)
+            require(isinstance(ids, Sequence) and all(map(_is_token_id, ids)), name, "a sequence of token ids")
+        require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -126,6 +128,7 @@ class SamplingParams:
             max_tokens=max(max_model_len, self.min_tokens) if self.max_tokens is None else self.max_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             bad_words=bad_words,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in (self.logit_bias or {}).items()),
             structured=_structured(self.structured_outputs),
             acceptance=acceptance if name is None else AcceptanceRule(name),

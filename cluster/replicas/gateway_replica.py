@@ -106,15 +106,13 @@ class GatewayReplica:
         self._others = Others(gateway_id, config.links.credentials)
         memory = memory_of(config, self._others.tell)
         metrics = GatewayMetrics(CollectorRegistry(), model_name=config.model.name, engine=gateway_id)
+        limits = {
+            name: getattr(config.gateway, name) for name in ("max_queued_requests", "failover_timeout_s", "kv_peers")
+        }
         self._backend = RoutedBackend(
-            self._router,
-            gateway_id,
-            info,
-            config.links.credentials,
-            max_queued_requests=config.gateway.max_queued_requests,
-            failover_timeout_s=config.gateway.failover_timeout_s,
+            *(self._router, gateway_id, info, config.links.credentials),
+            **limits,
             memory=memory,
-            kv_peers=config.gateway.kv_peers,
             tell_handover=metrics.handover_ended,
         )
         self._gateway = Gateway(

@@ -38,6 +38,7 @@ from outrider.verifier_service.messages.request import (
     StructuredOutput,
 )
 from outrider.verifier_service.messages.requests_link import TO_GATEWAY
+from outrider.verifier_service.messages.thought import Thought
 from outrider.verifier_service.messages.wire import encode, packed
 
 LINK_TYPES = (Hello, Welcome, Refuse, Ping, Pong, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
@@ -95,6 +96,11 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "acceptance": st.sampled_from([rule for rule in AcceptanceRule if not rule.is_lossy]),  # with any logprobs_mode
         "typical_epsilon": st.floats(0.0, 1.0, exclude_min=True),
         "typical_delta": st.floats(0.0, 1.0, exclude_min=True),
+    },
+    Thought: {
+        "opening": st.text(min_size=1, max_size=9),
+        "closing": st.text(min_size=1, max_size=9),
+        "max_tokens": st.none() | st.integers(0, 1 << 40),
     },
     StructuredOutput: {
         "text": st.text(min_size=1, max_size=20),

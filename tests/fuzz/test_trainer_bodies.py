@@ -28,6 +28,7 @@ from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
 from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import WITH_FOLDER, LearnerControl
 from outrider.cluster.gateway.rollout_memory import MemoryLimits, RolloutMemory
+from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.cluster.router.fleet import FleetSnapshot, VerifierState
 from outrider.drafter_service.learning.messages import Action, Answer
 from outrider.verifier_service.messages.engine import CONTROLS, Control, ControlResult
@@ -116,7 +117,7 @@ def build_app() -> FastAPI:
     learners = LearnerControl({"drafters": PlayedLearner()}, lambda: played.snapshot)
     app = build_api(gateway, healthy)
     doors = TrainerDoors(
-        gateway=gateway,
+        every=EveryGateway(gateway),
         fleet=FleetControl(played, played.call, played.call),
         is_healthy=healthy,
         model_path="m",

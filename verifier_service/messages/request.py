@@ -134,8 +134,7 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     thought: Thought | None = None  # which `structured` follows, or which is bounded; None: no thought matters
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
-    # typical acceptance: the target probability must exceed min(epsilon, delta * exp(-entropy))
-    typical_epsilon: float = 0.09
+    typical_epsilon: float = 0.09  # the target probability must exceed min(epsilon, delta * exp(-entropy))
     typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
@@ -156,8 +155,7 @@ class SamplingParams:
         require(0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "in (0, 1]")
         require(0.0 < self.typical_delta <= 1.0, "typical_delta", "in (0, 1]")
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
+            require(0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
         is_of_law = self.logprobs_mode is LogprobsMode.RAW or not self.acceptance.is_lossy
         expected = f"{LogprobsMode.RAW} with rejection_sample_method {self.acceptance}, which draws from another law"
         require(is_of_law, "logprobs_mode", expected)

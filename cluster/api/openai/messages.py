@@ -1,6 +1,6 @@
 """/v1/messages, Anthropic's Messages API: a body becomes a chat, its answer a message of blocks, or their events.
 
-Stands on a chat as /v1/responses does; api/anthropic translates.
+Stands on a chat as /v1/responses does; cluster/api/anthropic translates.
 """
 
 from __future__ import annotations

@@ -58,18 +58,26 @@ def test_the_defaults_are_vllms():
 def test_every_field_of_the_engines_has_a_public_one():
     own = {field.name for field in dataclasses.fields(SamplingParams)}
     renamed = {"structured": "structured_outputs", "acceptance": "rejection_sample_method"}
-    assert {renamed.get(field.name, field.name) for field in dataclasses.fields(EngineSamplingParams)} <= own
+    asked = {renamed.get(field.name, field.name) for field in dataclasses.fields(EngineSamplingParams)}
+    assert asked - {"thought"} <= own, "thoughts are a chat's: their marks come with a template"
 
 
 def test_the_engine_is_told_what_was_asked_for():
     assert for_engine() == EngineSamplingParams(acceptance=AcceptanceRule.BLOCK)
     asked = for_engine(
-        temperature=0, top_k=-1, logit_bias={7: -2.0}, stop_token_ids=[3], rejection_sample_method="typical", n=3
+        temperature=0,
+        top_k=-1,
+        logit_bias={7: -2.0},
+        stop_token_ids=[3],
+        allowed_token_ids=[5, 6],
+        rejection_sample_method="typical",
+        n=3,
     )
     assert asked == EngineSamplingParams(
         temperature=0,
         logit_bias=(LogitBias(token_id=7, bias=-2.0),),
         stop_token_ids=(3,),
+        allowed_token_ids=(5, 6),
         acceptance=AcceptanceRule.TYPICAL,
     )
 
