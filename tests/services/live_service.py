@@ -68,7 +68,7 @@ class LiveService:
             response.raise_for_status()
             for line in response.iter_lines():
                 payload = line.removeprefix("data:").strip()
-                if not payload or payload == "[DONE]":
+                if not payload or payload == "[DONE]" or line.startswith(":"):  # a comment, while nothing else comes
                     continue
                 event = json.loads(payload)
                 assert "error" not in event, event

@@ -169,7 +169,7 @@ def test_links_that_show_a_secret_carry_drafts_and_orders_and_nobody_else_is_let
     with httpx.Client(base_url=service.base_url, timeout=60.0) as http:
         update = {"model_path": folder, "weight_version": "7"}
         assert http.post("/update_weights_from_disk", json=update).status_code == 200
-        assert http.get("/get_weight_version").json() == {"weight_version": "7"}
+        assert http.get("/get_weight_version").json()["weight_version"] == "7"
         elsewhere = http.post("/update_weights_from_disk", json={"model_path": str(tmp_path)})
         assert (elsewhere.status_code, "does not lie below" in elsewhere.text) == (400, True)
         page = http.post("/pause", headers={"origin": "https://evil.example"})

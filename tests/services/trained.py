@@ -127,7 +127,8 @@ class TrainedDrill(Drill):
 
     def close(self) -> None:
         """Leave the service with its first weights, for others who share it."""
-        _update(self.service, self.service.weights.update(FIRST))
+        with contextlib.suppress(httpx.ConnectError):  # another service has taken its place
+            _update(self.service, self.service.weights.update(FIRST))
         self.service.weights.close()
 
     def _expect(self, stream: int) -> None:

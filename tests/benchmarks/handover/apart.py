@@ -129,7 +129,7 @@ def answer(http: httpx.Client, body: dict[str, Any]) -> Answered:
             raise click.ClickException(f"{response.status_code} {response.read().decode()}")
         for line in response.iter_lines():
             payload = line.removeprefix("data:").strip()
-            if not payload or payload == "[DONE]":
+            if not payload or payload == "[DONE]" or line.startswith(":"):
                 continue
             event = json.loads(payload)
             if "error" in event:
