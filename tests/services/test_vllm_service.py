@@ -76,6 +76,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, adapted: tuple[Path, str])
     command += ["-sc", '{"method": "suffix"}', "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--kv-cache-memory-bytes", "200000000", "--max-num-seqs", "8", "--threads-per-rank", "1"]
     command += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--drain-timeout-s", "1"]
+    command += ["--engine-timeout-s", "200"]  # vLLM compiles what its first log probabilities need
     command += ["--lora-modules", json.dumps({"poet": str(adapted[0])})]
     log = (tmp_path_factory.mktemp("vllm") / "log").open("w+")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -163,7 +164,7 @@ def test_an_adapter_is_served_by_its_name(service: VllmService, plain: str, adap
 
 def test_log_probabilities_and_forms_come_from_vllm(service: VllmService):
     body = {"model": service.live.config.model.name, "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
-    answer = httpx.post(f"{service.live.base_url}/v1/completions", json=body | {"logprobs": 2}, timeout=60).json()
+    answer = httpx.post(f"{service.live.base_url}/v1/completions", json=body | {"logprobs": 2}, timeout=200).json()
     found = answer["choices"][0]["logprobs"]
     assert len(found["token_logprobs"]) == 4
     assert all(len(likeliest) >= 2 for likeliest in found["top_logprobs"])
