@@ -95,7 +95,7 @@ def unread_warnings(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 def text_of_part(part: Mapping[str, Any], field: str, place: str = "messages") -> str:
     """Return a content part's text, "" of a thought; raises `InvalidRequest` naming `field` if it has another type."""
     kind = part.get("type")
-    if kind in _EMPTY_PARTS or kind in _THOUGHT_PARTS:
+    if isinstance(kind, str) and (kind in _EMPTY_PARTS or kind in _THOUGHT_PARTS):
         return ""
     text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
     if not isinstance(text, str):

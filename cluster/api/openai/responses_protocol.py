@@ -91,7 +91,8 @@ class ResponsesBody(ModelBody):
     def warnings(self) -> tuple[str, ...]:
         """Return what the client must know of fields without effect."""
         items = self.input if isinstance(self.input, list) else []
-        kinds = dict.fromkeys(str(item["type"]) for item in items if item.get("type") in _PASSED_OVER)
+        types = (item.get("type") for item in items)
+        kinds = dict.fromkeys(kind for kind in types if isinstance(kind, str) and kind in _PASSED_OVER)
         told = {
             "input": f"passed over: {', '.join(kinds)}" if kinds else None,
             "include": f"not served here: {', '.join(self.include)}" if self.include else None,
@@ -160,7 +161,7 @@ def _add_item(messages: list[Message], item: Item, place: str) -> None:
     elif isinstance(kind, str) and kind in _OUTPUTS:
         call_id = item.get("call_id") or item.get("id")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": _output(item.get("output"), place)})
-    elif kind != "reasoning" and kind not in _PASSED_OVER:  # earlier reasoning is not shown to the model
+    elif not isinstance(kind, str) or (kind != "reasoning" and kind not in _PASSED_OVER):  # no thought is shown again
         raise InvalidRequest(f"{place}.type {kind!r} is not supported", "input")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,11 +66,11 @@ class Server:
                 command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, start_new_session=True
             )
         self.serving = self.line()
-        self._children = psutil.Process(self.process.pid).children(recursive=True)
-        names = {child.name() for child in self._children}
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        names = {child.name() for child in self.children}
         assert {"raylet", "ray::RuntimeEnvAgent"} < names, "Ray's processes, and those that they started"
         assert not any("Proxy" in name for name in names), "the gateway listens itself"
-        commands = " ".join(" ".join(child.cmdline()) for child in self._children)
+        commands = " ".join(" ".join(child.cmdline()) for child in self.children)
         assert not any(name in commands for name in ("log_monitor", "monitor.py", "dashboard.py")), "nobody looks on"
 
     def line(self) -> str:
@@ -82,7 +83,7 @@ class Server:
 
     def memory(self) -> tuple[set[str], float]:
         """Return the names of processes with torch, and the proportional share of all, in MB."""
-        processes = [psutil.Process(self.process.pid), *self._children]
+        processes = [psutil.Process(self.process.pid), *self.children]
         with_torch = {one.name() for one in processes if any("libtorch" in file.path for file in one.memory_maps())}
         return with_torch, sum(one.memory_full_info().pss for one in processes) / 1e6
 
@@ -93,17 +94,25 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # its threads' stacks are in the test's output then
             raise
-        _, left = psutil.wait_procs(self._children, timeout=20)
+        _, left = psutil.wait_procs(self.children, timeout=20)
         assert not left, "still running"
 
 
-def test_streams_run_out_before_the_service_stops(tmp_path: Path):
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "stderr")
+    yield server
+    for process in (server.process, *server.children):  # of a test that failed
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            process.kill()
+
+
+def test_streams_run_out_before_the_service_stops(server: Server):
     """Eight streams are under way when SIGTERM comes to the whole group: all complete, and a new one is refused.
 
     Until it serves it says what it does. A signal that comes when the streams have ended does not cut the stopping
     short: no process is left behind.
     """
-    server = Server(tmp_path / "stderr")
     assert "drafts: draft_model by 1 drafter" in server.serving
     said = [line.partition(" s  ")[2] for line in server.told.splitlines() if " s  " in line]
     first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]
@@ -132,9 +141,8 @@ def test_streams_run_out_before_the_service_stops(tmp_path: Path):
 
 
 @pytest.mark.soak  # the second signal while streams run: test_stopping.py; after them: above
-def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(tmp_path: Path):
+def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(server: Server):
     """An impatient user does not cut the stopping short."""
-    server = Server(tmp_path / "stderr")
     assert "serving" in server.serving
     server.process.send_signal(signal.SIGINT)
     assert "stopping" in server.line()
