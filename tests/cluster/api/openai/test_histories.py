@@ -133,7 +133,9 @@ async def test_other_messages_reach_it_too(service, message, text):
     assert service.prompt == f"{text}[user]fox[assistant]"
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "tool_use", None, ["text"], {"text": 1}])
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_audio", "file", "video_url", "tool_use", None, ["text"], {"text": 1}]
+)
 async def test_a_part_that_the_model_would_miss_is_refused_by_name(service, kind):
     error = await service.refusal("/v1/chat/completions", messages=[{"role": "user", "content": [{"type": kind}]}])
     assert error["param"] == "messages"
