@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -326,9 +327,16 @@ class DetokenizeBody(ModelBody):
 
 
 def parse_json(body: bytes) -> object:
-    """Read a JSON body; raises `InvalidRequest` if it is not JSON, or has text that UTF-8 cannot encode."""
+    """Read a JSON body; raises `InvalidRequest` if it is not JSON, or has what no answer could repeat."""
+    floats: list[float] = []
+
+    def number(text: str) -> float:
+        floats.append(float(text))
+        return floats[-1]
+
     try:
-        value: object = json.loads(body.decode("utf-8-sig"))  # given bytes, json would accept surrogates and UTF-16
+        # given bytes, json would accept surrogates and UTF-16
+        value: object = json.loads(body.decode("utf-8-sig"), parse_float=number, parse_constant=number)
         if b"\\u" in body:  # half of a surrogate pair can only be an escape
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -337,7 +345,19 @@ def parse_json(body: bytes) -> object:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
+    if not all(map(math.isfinite, floats)):
+        raise _infinite(value)
     return value
+
+
+def _infinite(body: object) -> InvalidRequest:
+    """Return the error of a body with a number that is not finite, which names the field."""
+    for name, value in body.items() if isinstance(body, dict) else ():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            return InvalidRequest(f"{name}: numbers must be finite", name)
+    return InvalidRequest("numbers must be finite")
 
 
 def parse_body(body: object, kind: type[BodyT]) -> BodyT:

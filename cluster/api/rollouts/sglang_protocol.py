@@ -21,7 +21,8 @@ DEFAULT_NEW_TOKENS = 128  # as SGLang
 OUTPUT_ONLY = -1  # a `logprob_start_len`
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
-LooseInt = Annotated[int, Field(strict=False)]  # AReaL writes a port as text
+# AReaL writes a port as text
+LooseInt = Annotated[int, Field(strict=False, ge=0, lt=1 << 31)]
 
 
 def parse_native(body: object, kind: type[BodyT]) -> BodyT:

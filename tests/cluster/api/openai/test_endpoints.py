@@ -537,6 +537,7 @@ async def test_a_long_chat_is_not_tokenised_for_nothing(tokenizer, backend):
         (b'{"prompt": "a", "model": "\\udc00"}', 400, "surrogate"),
         (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "not JSON"),
         (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        (b'{"prompt": "a", "metadata": {"a": 1e999}}', 400, "metadata: numbers must be finite"),
         (b"\xff", 400, "not JSON"),
         (b" " * (MAX_BODY_BYTES + 1), 413, "bytes"),
     ],
