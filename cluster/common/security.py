@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MIN_SECRET_CHARS = 32
 
 
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")  # as calls name this machine
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only programs of this machine reach a host: localhost, or an address of the loopback."""
     try:

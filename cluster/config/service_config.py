@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from outrider.cluster.common.api_keys import HOW_TO_BE_ADMIN, ApiKeys, KeyOptions
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.options import Json, Options, Positive, Seconds, option
-from outrider.cluster.common.security import TlsConfig, is_loopback, public_tls
+from outrider.cluster.common.security import LOOPBACK_HOSTS, TlsConfig, is_loopback, public_tls
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOptions, Replicas, Resources
 from outrider.cluster.config.pools_config import PoolsConfig
@@ -120,7 +120,7 @@ class GatewayOptions(KeyOptions):
         (), "Verifiers of other services that a request's kv_transfer_params may name: HOST or HOST:PORT of each."
     )
     trainer_hosts: Annotated[tuple[str, ...], Json] = option(
-        ("127.0.0.1", "::1", "localhost"), "Hosts that a trainer's master_address may name: verifiers connect to them."
+        LOOPBACK_HOSTS, "Hosts that a trainer's master_address may name: verifiers connect to them."
     )
     trainer_timeout_s: Seconds = option(
         45.0, "Seconds that joining a trainer's group may take, and each bucket of its tensors."

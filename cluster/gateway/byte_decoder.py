@@ -16,14 +16,20 @@ MAX_CHARACTER_BYTES = 4
 NUM_CHECKED_TOKENS = 512  # before a table is believed
 
 
-def byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level piece: a printable byte is itself, others are 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_OF = byte_alphabet()
+_BYTE_OF = _byte_alphabet()
+
+
+def bytes_of_piece(piece: str) -> bytes | None:
+    """Return the bytes of a byte-level piece; None: it has a character that stands for none."""
+    values = [_BYTE_OF.get(char) for char in piece]
+    return None if None in values else bytes(value for value in values if value is not None)
 
 
 class TokenBytes(dict[int, bytes]):
@@ -35,12 +41,10 @@ class TokenBytes(dict[int, bytes]):
         self._vocab_size = len(tokenizer)
 
     def __missing__(self, token_id: int) -> bytes:
-        piece = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._vocab_size else None
-        values = [BYTE_OF.get(char) for char in piece or ""]
-        # a piece that was added to the vocabulary is its own text
-        found = (piece or "").encode() if None in values else bytes(value for value in values if value is not None)
-        self[token_id] = found
-        return found
+        piece = (self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._vocab_size else None) or ""
+        found = bytes_of_piece(piece)
+        self[token_id] = piece.encode() if found is None else found  # what was added to the vocabulary is its own text
+        return self[token_id]
 
 
 def token_bytes_of(tokenizer: Any) -> TokenBytes | None:

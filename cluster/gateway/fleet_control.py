@@ -13,6 +13,7 @@ from typing import Protocol
 import grpc
 
 from outrider.cluster.common.errors import Conflict, InvalidRequest, RequestFailed, Unavailable
+from outrider.cluster.common.security import LOOPBACK_HOSTS
 from outrider.cluster.router.fleet import FleetSnapshot, FleetWeights, VerifierReport
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, metadata_of, open_channel
@@ -92,7 +93,7 @@ class FleetResult:
 class TrainerLimits:
     """Which trainers verifiers connect to, and for how long they wait for one."""
 
-    hosts: tuple[str, ...] = ("127.0.0.1", "::1", "localhost")  # that a call may name as `master_address`
+    hosts: tuple[str, ...] = LOOPBACK_HOSTS  # that a call may name as `master_address`
     timeout_s: float = 45.0  # of the rendezvous, and of each bucket
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.common.errors import RequestFailed
+from outrider.cluster.gateway.byte_decoder import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.choice import OutputToken
-from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import LOWEST_LOGPROB, TokenLogprobs
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import word_sequences
-from outrider.cluster.gateway.byte_decoder import BYTE_OF, REPLACEMENT_CHARACTER, TokenBytes, token_bytes_of
+from outrider.cluster.gateway.byte_decoder import REPLACEMENT_CHARACTER, TokenBytes, bytes_of_piece, token_bytes_of
 from outrider.cluster.gateway.detokenizer import Detokenizer, silent_token_ids
 from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
@@ -149,8 +149,8 @@ class TextCodec:
         piece = self.pieces([token_id])[0] or ""
         if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
             return (int(piece[3:-1], 16),)
-        values = [BYTE_OF.get(char) for char in piece]
-        return tuple(value for value in values if value is not None) if None not in values else None
+        found = bytes_of_piece(piece)
+        return None if found is None else tuple(found)
 
     @functools.cached_property
     def _bytes_of_tokens(self) -> TokenBytes | None:

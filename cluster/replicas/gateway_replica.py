@@ -106,16 +106,32 @@ class GatewayReplica:
         self._others = Others(gateway_id, config.links.credentials)
         memory = memory_of(config, self._others.tell)
         metrics = GatewayMetrics(CollectorRegistry(), model_name=config.model.name, engine=gateway_id)
-        limits = {
-            name: getattr(config.gateway, name) for name in ("max_queued_requests", "failover_timeout_s", "kv_peers")
-        }
         self._backend = RoutedBackend(
-            *(self._router, gateway_id, info, config.links.credentials),
-            **limits,
+            self._router,
+            gateway_id,
+            info,
+            config.links.credentials,
+            max_queued_requests=config.gateway.max_queued_requests,
+            failover_timeout_s=config.gateway.failover_timeout_s,
             memory=memory,
+            kv_peers=config.gateway.kv_peers,
             tell_handover=metrics.handover_ended,
         )
-        self._gateway = Gateway(
+        self._gateway = self._gateway_of(config, info, tokenizer, metrics, memory)
+        self._responses = Responses(gateway_id, self._fetch_response)
+        await self._meet_the_others(config, metrics.registry, router)
+        await self._open_doors(config, metrics)
+        tell_phase("ready")
+
+    def _gateway_of(
+        self,
+        config: ServiceConfig,
+        info: ModelInfo,
+        tokenizer: PreTrainedTokenizerBase,
+        metrics: GatewayMetrics,
+        memory: RolloutMemory | None,
+    ) -> Gateway:
+        return Gateway(
             info,
             tokenizer,
             self._backend,
@@ -127,10 +143,6 @@ class GatewayReplica:
             stream_interval=config.gateway.stream_interval,
             prefills=self._backend if config.gateway.next_turn_prefill else None,
         )
-        self._responses = Responses(gateway_id, self._fetch_response)
-        await self._meet_the_others(config, metrics.registry, router)
-        await self._open_doors(config, metrics)
-        tell_phase("ready")
 
     async def _open_doors(self, config: ServiceConfig, metrics: GatewayMetrics) -> None:
         self._grpc_server = await self._serve_grpc(config)

@@ -12,7 +12,7 @@ from speaking import refusal, report
 TOOL = {
     "name": words.TOOL,
     "description": "Look at a place.",
-    "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    "input_schema": words.TOOL_SCHEMA,
 }
 
 
@@ -88,14 +88,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    report(
-        {
-            words.FIRST: first,
-            words.STREAMED: streamed,
-            words.CALL: call,
-            words.RESULT: result,
-            words.FORM: form,
-            words.REASONING: reasoning,
-            words.ERROR: error,
-        }
-    )
+    report(first, streamed, call, result, form, reasoning, error)

@@ -82,14 +82,5 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    report(
-        {
-            words.FIRST: first,
-            words.STREAMED: streamed,
-            words.CALL: call,
-            words.RESULT: result,
-            words.FORM: form,
-            **({words.REASONING: reasoning} if API == "responses" else {}),  # of chats the client drops it
-            words.ERROR: error,
-        }
-    )
+    shown = reasoning if API == "responses" else None  # of chats the client drops it
+    report(first, streamed, call, result, form, shown, error)

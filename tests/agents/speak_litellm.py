@@ -16,7 +16,7 @@ TOOL = {
     "function": {
         "name": words.TOOL,
         "description": "Look at a place.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        "parameters": words.TOOL_SCHEMA,
     },
 }
 
@@ -87,14 +87,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    report(
-        {
-            words.FIRST: first,
-            words.STREAMED: streamed,
-            words.CALL: call,
-            words.RESULT: result,
-            words.FORM: form,
-            words.REASONING: reasoning,
-            words.ERROR: error,
-        }
-    )
+    report(first, streamed, call, result, form, reasoning, error)

@@ -97,14 +97,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    report(
-        {
-            words.FIRST: first,
-            words.STREAMED: streamed,
-            words.CALL: call,
-            words.RESULT: result,
-            words.FORM: form,
-            words.REASONING: reasoning,
-            words.ERROR: error,
-        }
-    )
+    report(first, streamed, call, result, form, reasoning, error)

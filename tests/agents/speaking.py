@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import words
 
 Try = Callable[[], object]
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
-def report(tries: Mapping[str, Try]) -> None:
-    """Write an object into the file that the last argument names: by column, what went wrong, or nothing."""
-    found = {column: _failure_of(attempt) for column, attempt in tries.items()}
+def report(*tries: Try | None) -> None:
+    """Write an object into the file that the last argument names: by column, what went wrong, or nothing.
+
+    `tries`: of the columns, in their order; None: the client has nothing to try there.
+    """
+    columns = zip(words.COLUMNS, tries, strict=True)
+    found = {column: _failure_of(attempt) for column, attempt in columns if attempt is not None}
     Path(sys.argv[-1]).write_text(json.dumps(found))
 
 

@@ -18,6 +18,7 @@ ASK_GREETING, ASK_FORM, ASK_THOUGHT = "Please greet me.", "Answer in the form.",
 NOBODY = "nobody"  # a model that is not served
 TOO_LONG = "word " * 132_000  # more tokens than the context has
 TOOL = "look"
+TOOL_SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 CALLS = {  # a tool of each client, and arguments that find what is in the folder's only file
     "exec_command": {"cmd": "cat note.txt"},
     "Bash": {"command": "cat note.txt"},

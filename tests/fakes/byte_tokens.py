@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from outrider.verifier_service.messages.draft import ROOT
+
 # A forced text may be written in every way, so that brute force over bytes is right.
 UNFORCED = '%llguidance {"no_forcing": true}\n'
 
@@ -54,3 +56,12 @@ def allowed_ids(
 
 def matches(pattern: bytes) -> Callable[[bytes], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes from below the root to one of a tree."""
+    path = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]

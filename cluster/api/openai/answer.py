@@ -70,14 +70,14 @@ class Answer:
             **answer,
             "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}, shown.values()),
             "metrics": metrics_object([chunk.speculation for chunk in whole.values()]),
-            **self._warning_fields(),
+            **self.warning_fields(),
             **_kv_fields(whole.values()),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield SSE events, `[DONE]` last; the first one has the warnings."""
         usages: dict[int, Usage] = {}
-        extra = self._warning_fields()
+        extra = self.warning_fields()
         shown: dict[int, ShownChoice] = {}
         templates: dict[int, EventTemplate] = {}
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
@@ -131,7 +131,7 @@ class Answer:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
 
-    def _warning_fields(self) -> dict[str, Any]:
+    def warning_fields(self) -> dict[str, Any]:
         """Return the warnings about constraints that the grammar does not enforce, if there are any."""
         warnings = list(self.requests[0].warnings)  # the same for all prompts of a body
         return {"warnings": warnings} if warnings else {}

@@ -117,16 +117,18 @@ class ShownChoice:
         """Whether the last chunk ends within a call's arguments."""
         return self.reader is not None and self.reader.is_within_call
 
+    @property
+    def _shows_tokens(self) -> bool:
+        return self.return_token_ids or self.request.sampling.logprobs is not None
+
     def shows(self, chunk: GatewayChunk) -> bool:
         """Return whether the last chunk has something to stream."""
-        wants_tokens = self.return_token_ids or self.request.sampling.logprobs is not None
-        return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.token_ids and wants_tokens))
+        return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.token_ids and self._shows_tokens))
 
     def brings_text_alone(self, chunk: GatewayChunk) -> bool:
         """Return whether the last chunk's object differs from the one before in its text alone."""
-        said, wants_tokens = self.said, self.return_token_ids or self.request.sampling.logprobs is not None
-        has_more = chunk.finish_reason is not None or chunk.prompt_logprobs is not None or wants_tokens
-        return self.is_begun and not has_more and not (said.reasoning or said.calls)
+        has_more = chunk.finish_reason is not None or chunk.prompt_logprobs is not None or self._shows_tokens
+        return self.is_begun and not has_more and not (self.said.reasoning or self.said.calls)
 
     def token_fields(self, chunk: GatewayChunk, *, streamed: bool) -> dict[str, Any]:
         if not self.return_token_ids:

@@ -165,7 +165,6 @@ class MessagesAnswer:
     def _start(self) -> dict[str, Any]:
         request = self.answer.requests[0]
         prompt = Usage(num_prompt_tokens=len(request.prompt_token_ids), num_completion_tokens=0, num_cached_tokens=0)
-        warnings = list(request.warnings)
         return {
             "id": self.id,
             "type": "message",
@@ -175,7 +174,7 @@ class MessagesAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage_object(prompt),
-            **({"warnings": warnings} if warnings else {}),
+            **self.answer.warning_fields(),
         }
 
     def _stop_reason(self, last: GatewayChunk, shown: ShownChoice) -> str:

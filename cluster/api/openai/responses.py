@@ -161,7 +161,7 @@ class ResponsesAnswer:
     async def unary(self) -> dict[str, Any]:
         """Generate to the end and return the response."""
         last: dict[str, Any] = {}
-        async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+        async with aclosing(self._steps(whole=True)) as steps:  # type: ignore[type-var]
             async for step in steps:
                 last = step
         response: dict[str, Any] = last["response"]
@@ -182,11 +182,11 @@ class ResponsesAnswer:
         number, self.num_events = self.num_events, self.num_events + 1
         return event_of({"type": step["type"], "sequence_number": number, **step}, step["type"])
 
-    async def _steps(self) -> AsyncIterator[Event]:
+    async def _steps(self, *, whole: bool = False) -> AsyncIterator[Event]:
         """Yield the events; the last one has the whole response, which is stored unless the client forbids it."""
         shown = self.answer.shown(0)
         last: GatewayChunk | None = None
-        async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.answer.chunks(whole=whole)) as chunks:  # type: ignore[type-var]
             async for _, chunk in chunks:
                 if last is None:  # not before the first chunk: an early error has its own status
                     for kind in ("response.created", "response.in_progress"):

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,16 +27,9 @@ from tiny.models import random_sequences, scattered_batches
 from tiny.refits import tensors_of, trainer, write_two
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 SEQUENCES = random_sequences((9, 21))
 NORM = "model.norm.weight"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Served:

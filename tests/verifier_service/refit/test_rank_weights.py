@@ -31,17 +31,10 @@ from tiny.played_graphs import played_backend
 from tiny.refits import Trainer, perturb, tensors_of, trainer, write_two
 from tiny.two_ranks import Pair, two_ranks
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 NUM_BLOCKS, BLOCK_SIZE = 48, 4
 SEQUENCES = random_sequences((33, 14))
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}  # wide enough for oneDNN's packing
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def runner_of(

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLTokenizer
 from transformers import AutoTokenizer
 
-from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
+from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches, path_to
 from outrider.drafter_service import embedded
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import (
@@ -61,14 +61,6 @@ def ids_of(row: np.ndarray) -> set[int]:
 
 def random_tree(rng: random.Random, num_nodes: int) -> list[int]:
     return [rng.randrange(ROOT, node) for node in range(num_nodes)]
-
-
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    path = []
-    while node != ROOT:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 def likely_draft(rng: random.Random, structured: StructuredOutput, output: list[int], parents: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
+from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches, path_to
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 from outrider.verifier_service.messages.thought import Thought
@@ -80,14 +80,6 @@ def expected(
 
 def ids_of(row: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row, bitorder="little")[: len(TOKENS)]).tolist())
-
-
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    path = []
-    while node != ROOT:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 @pytest.mark.parametrize("budget", [None, 0, 3])
