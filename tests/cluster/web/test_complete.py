@@ -77,7 +77,7 @@ def test_stopping_cancels_the_generation(page: Page, service: Service, by_keyboa
 def test_a_refusal_is_shown_in_the_services_words(page: Page, service: Service):
     page.expected_error = "400"
     page.open("playground", "complete")
-    page.set("#max-tokens", "10000")
+    page.set("#temperature", "1000000")
     page.find("#generate").click()
-    page.wait_for_status("max_tokens must be at most")
+    page.wait_for_status("temperature must be in [0, 100]")
     assert service.backend.requests == []
