@@ -37,10 +37,8 @@ EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
-    *("acceptance", "adaptive", "agents", "ahead", "apart", "clients", "device", "drift", "exact", "experts", "far"),
-    "follow",
-    *("invariance", "kv", "moves", "multi", "objectives", "poison", "policy", "pricing", "rollouts", "router", "step"),
-    *("survival", "tidar", "turns", "updates", "usual", "vllm-pool"),
+    *("acceptance", "adaptive", "agents", "device", "drift", "exact", "far", "invariance", "policy", "pricing"),
+    *("router", "step", "usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (

@@ -101,7 +101,7 @@ _OPTIONS = (
         type=float,
         default=0.55,  # `HIT_RATE`: a test compares them, since that module is imported when the verb runs
         show_default=True,
-        help="Of running ahead, as measured in docs/results/ahead.md; 0: drafters do not.",
+        help="Of running ahead, as measured in docs/results/index.md; 0: drafters do not.",
     ),
     click.option("--seed", type=int, default=0, show_default=True),
     click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG."),

@@ -24,7 +24,7 @@ from outrider.cluster.router.fleet import DrafterReport
 from outrider.lab.simulate.accelerators import StepTiming
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 
-HIT_RATE = 0.55  # of running ahead for 8 outcomes, as measured on the embedded models (docs/results/ahead.md)
+HIT_RATE = 0.55  # of running ahead for 8 outcomes, as measured on the embedded models (docs/results/index.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

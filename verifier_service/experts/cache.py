@@ -132,7 +132,7 @@ def foreseen(rows: torch.Tensor, router: nn.Module, num_active: int) -> torch.Te
     """Return the experts that a later layer's router would put first for these rows: half of what each token takes.
 
     Hidden states change little from layer to layer (Libra, ICLR 2026). The first of them are nearly always taken, the
-    last of them hardly more often than not, and a copy in vain delays others: docs/results/experts.md.
+    last of them hardly more often than not, and a copy in vain delays others: docs/results/index.md.
     """
     return router(rows).topk(max(1, num_active // 2), dim=-1).indices
 
