@@ -324,7 +324,7 @@ async def served_rpcs(channel: grpc.aio.Channel) -> list[str]:
 async def code_of(channel: grpc.aio.Channel, rpc: str, metadata: dict[str, str]) -> grpc.StatusCode:
     """Call with bytes that are no message; return the status."""
     call = channel.stream_stream(rpc)(metadata=tuple(metadata.items()), timeout=20)
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may be refused before it has written
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may be refused before that
         await call.write(b"\xff")
         await call.done_writing()
     with contextlib.suppress(grpc.aio.AioRpcError):
