@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster lab
 ARGS ?=
 
-.PHONY: help demo serve bench peers vllm agents smollm2 study train head check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers vllm agents smollm2 study train head check test soak fuzz mutants lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -88,6 +88,9 @@ soak: install-dev smollm2  ## Repeat failures many times, and run what takes lon
 fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites docs/results/fuzz.md
 	$(PIP) atheris
 	$(BIN)/python -m pytest tests/fuzz -o python_files="test_*.py guided.py" --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
+
+mutants: install-dev  ## Plant each known defect in a copy and see that its tests fail; rewrites docs/results/mutants.md; ARGS="ID ..."
+	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 # mypy cannot see through setuptools' editable import hook, so it is shown the package as a folder of links.
 lint: install-dev  ## Check style, import rules and types
