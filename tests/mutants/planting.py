@@ -25,7 +25,7 @@ from checkout import ROOT
 
 TABLES = Path(__file__).parent / "planted"
 PACKAGES = ("proto", "verifier_service", "drafter_service", "cluster", "lab")
-TEST_TIMEOUT_S = 90
+TEST_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
 _FAILED = 1  # pytest's exit status when a test failed
 
@@ -157,5 +157,5 @@ def run_tests(tests: Sequence[str], folder: Path, mutant: Mutant | None, timeout
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
         return Run(-1, "", time.monotonic() - start_s, f"{output}\nno end after {timeout_s:g} s")
-    failed = re.search(r"^(?:FAILED|ERROR) ([^ \[]+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
     return Run(done.returncode, failed[1] if failed else "", time.monotonic() - start_s, done.stdout + done.stderr)
