@@ -47,6 +47,14 @@ OPEN_FILES = 16384  # of every process, if they may be so many: each stream is a
 )
 @click.option("--floor/--no-floor", "has_floor", default=True, show_default=True, help="Measure bare servers, too.")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Figures are their medians.")
+@click.option(
+    "--gateways",
+    "num_gateways",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Of our own service; they share the streams as the kernel shares connections.",
+)
 @click.option("--step-ms", type=click.FloatRange(0), default=6.0, show_default=True, help="A step of the played model.")
 @click.option("--model", help="Lends its tokenizer. Default: the embedded one. With --url: what the server calls it.")
 @click.option("--url", help="Instead of our own service, a server that runs: http://HOST:PORT.")
@@ -82,6 +90,7 @@ def _run(
     has_variants: bool,
     has_floor: bool,
     repeats: int,
+    num_gateways: int,
     step_ms: float,
     model: str | None,
     url: str | None,
@@ -93,6 +102,8 @@ def _run(
     from outrider.lab.gateway.measure import Options, measure
     from outrider.lab.gateway.report import GatewayResult
 
+    if url is not None and num_gateways > 1:
+        raise ValueError("gateways: they are our own service's; --url names a server that runs")
     loads = all_loads(
         _doors(doors, url, pid),
         num_streams=num_streams,
@@ -106,8 +117,9 @@ def _run(
     raise_open_files()
     with contextlib.ExitStack() as stack:
         if url is None:
-            server = stack.enter_context(_own_server(model, loads, options.step_s))
-            words = f"Outrider, {server.model}'s tokenizer, steps of {step_ms:g} ms without a model, no drafts"
+            server = stack.enter_context(_own_server(model, loads, num_gateways, options.step_s))
+            number = "1 gateway" if num_gateways == 1 else f"{num_gateways} gateways"
+            words = f"Outrider, {number}, {server.model}'s tokenizer, steps of {step_ms:g} ms without a model, no drafts"
         else:
             server = running_server(url, pid, model)
             words = f"{url}, {server.model}"
@@ -152,13 +164,14 @@ def running_server(url: str, pid: int | None, model: str | None) -> Server:
 
 
 @contextlib.contextmanager
-def _own_server(model: str | None, loads: Sequence[Load], step_s: float) -> Iterator[Server]:
+def _own_server(model: str | None, loads: Sequence[Load], num_gateways: int, step_s: float) -> Iterator[Server]:
     """Run our own service, whose verifier plays."""
     from outrider.lab.gateway.loads import Door
     from outrider.lab.gateway.measure import Server
     from outrider.lab.gateway.played_service import played_config, played_service, played_spec
 
-    config = played_config(model=model, max_num_seqs=max(load.num_clients for load in loads))
+    max_num_seqs = max(load.num_clients for load in loads)
+    config = played_config(model=model, max_num_seqs=max_num_seqs, num_gateways=str(num_gateways))
     spec = played_spec(config, step_s=step_s)
     with played_service(config, spec, lambda phase: click.echo(phase, err=True)) as running:
         ports = {Door.HTTP: running.port, Door.GRPC: running.grpc_port}

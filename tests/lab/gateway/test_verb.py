@@ -42,6 +42,7 @@ def test_what_is_missing_or_bad_is_named(url: str, pid: int | None, model: str |
     [
         (("--pid", str(PID)), "pid: it is that of --url, which is not given"),
         (("--url", URL, "--door", "grpc"), "door: grpc is our own service's"),
+        (("--url", URL, "--gateways", "2"), "gateways: they are our own service's"),
         (("--streams", "1,x"), "expected numbers with commas between them"),
         (("--streams", "0"), "streams must be numbers from 1"),
         (("--step-ms", "-1"), "--step-ms"),
