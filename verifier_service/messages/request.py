@@ -42,7 +42,7 @@ class TokenOrigin(enum.StrEnum):
 
 
 class VerificationMode(enum.Enum):
-    """How drafts are judged; see docs/architecture.md, "5. Exact, in two ways"."""
+    """How drafts are judged; see docs/exactness.md."""
 
     GREEDY = "greedy"
     REJECTION = "rejection"  # unseeded sampling

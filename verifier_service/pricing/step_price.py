@@ -12,7 +12,7 @@ verified slots alone, the wait would seem free at a price that only good drafts 
 asked for.)
 
 The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on the drawn tokens
-(docs/architecture.md, "The trap").
+(docs/exactness.md, "The trap").
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ fade: a request whose text turns from prose to copying is followed, and a reques
 pool.
 
 For a draft that is not verified yet, only its confidences are used. They are functions of the tokens before each
-position and of the row that it is drawn from: see docs/architecture.md, "The trap".
+position and of the row that it is drawn from: see docs/exactness.md, "The trap".
 """
 
 from __future__ import annotations

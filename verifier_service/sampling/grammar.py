@@ -1,7 +1,7 @@
 """Structured output under speculation: which tokens the target may choose after a prefix and after each draft token.
 
 The grammar masks the target's rows and nothing else. A draft token that breaks it has target probability 0, so it is
-verified and rejected like any other (never cut: see docs/architecture.md, "The trap"). The state after the committed
+verified and rejected like any other (never cut: see docs/exactness.md, "The trap"). The state after the committed
 tokens is kept; a draft, chain or tree, is walked depth first and undone.
 
 llguidance parses the bytes of the tokens (https://github.com/guidance-ai/llguidance) and compiles in milliseconds.

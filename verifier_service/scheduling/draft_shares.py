@@ -35,7 +35,7 @@ class DraftShares:
         """Return the part of a request's draft that this step verifies; count the tokens that are cut.
 
         The cut depends on counts and on what precedes it, never on tokens drawn at or after it: that would bias the
-        committed tokens of a sampled draft (docs/architecture.md, "The trap"). So an id outside the vocabulary stays
+        committed tokens of a sampled draft (docs/exactness.md, "The trap"). So an id outside the vocabulary stays
         in and is verified with target probability 0.
         """
         draft = request.draft

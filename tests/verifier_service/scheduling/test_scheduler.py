@@ -277,7 +277,7 @@ def test_accepted_and_bonus_tokens_stay_within_the_limits(max_tokens, max_model_
 
 
 def test_where_a_draft_is_cut_does_not_depend_on_its_tokens():
-    """As docs/architecture.md, "The trap", has it: same counts, other tokens (invalid ones too), same cut."""
+    """As docs/exactness.md, "The trap", has it: same counts, other tokens (invalid ones too), same cut."""
     cuts = set()
     for token_ids in ([8, 9, 10, 11], [99, 5000, 5000, 5000], [0, 0, 0, 0]):
         scheduler = make_scheduler(max_num_batched_tokens=8)
