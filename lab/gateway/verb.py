@@ -118,8 +118,8 @@ def _run(
     with contextlib.ExitStack() as stack:
         if url is None:
             server = stack.enter_context(_own_server(model, loads, num_gateways, options.step_s))
-            number = "1 gateway" if num_gateways == 1 else f"{num_gateways} gateways"
-            words = f"Outrider, {number}, {server.model}'s tokenizer, steps of {step_ms:g} ms without a model, no drafts"
+            shown = f"{num_gateways} gateway{'s' if num_gateways > 1 else ''}, {server.model}'s tokenizer"
+            words = f"Outrider, {shown}, steps of {step_ms:g} ms without a model, no drafts"
         else:
             server = running_server(url, pid, model)
             words = f"{url}, {server.model}"
