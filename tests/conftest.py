@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from slow_list import Stopwatch, function_of, seconds_by_file, slow_functions
 from soak_length import FULL_RUNS
@@ -14,6 +14,8 @@ from soak_length import FULL_RUNS
 gc.disable()  # until all is collected: what is imported stays, and to look through it again and again takes long
 
 settings.register_profile("outrider", derandomize=True, deadline=None, database=None)
+# of a planted defect it is enough to know that a test fails: the smallest example takes minutes to find
+settings.register_profile("mutants", settings.get_profile("outrider"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("outrider")
 
 

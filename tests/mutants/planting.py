@@ -147,7 +147,17 @@ def run_tests(tests: Sequence[str], folder: Path, mutant: Mutant | None, timeout
     copy_package(folder, mutant)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_TIMEOUT_S}"]
+    options = [
+        "-x",
+        "-q",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        f"--timeout={TEST_TIMEOUT_S}",
+        "--hypothesis-profile=mutants",
+    ]
     command = [sys.executable, "-m", "pytest", *options, "--tb=line", "-m", "not (service or soak or gpu)", *tests]
     start_s = time.monotonic()
     try:
