@@ -30,6 +30,7 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -76,6 +77,7 @@ class Loop(LoopThread):
         weights: Weights | None = None,
         change_draft: Callable[[UpdateDraftWeights], ControlResult] | None = None,
         takes_orders: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         super().__init__()
         self.clock = clock
@@ -91,6 +93,7 @@ class Loop(LoopThread):
             DraftCoordinator(self.drafts, speculation),
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
+            grammars=grammars,
             pricing=make_pricing(self.drafts),
             verify=begin if self.pace is Pace.AT_ONCE else self.runner.verify,
         )

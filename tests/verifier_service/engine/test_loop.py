@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -23,10 +24,18 @@ from outrider.verifier_service.messages.engine import (
     Relay,
     SetPlans,
 )
-from outrider.verifier_service.messages.request import DisabledReason, FinishReason, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.request import (
+    DisabledReason,
+    FinishReason,
+    RequestOutput,
+    SpeculationPlan,
+    StructuredKind,
+    StructuredOutput,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from tiny.loop_thread import PATIENCE_S
 from tiny.looping import NEVER_S, Loop, draft_for, looping, wait_for_drafts
 
@@ -155,6 +164,24 @@ def test_a_cancelled_request_is_heard_of_no_more():
         loop.hear_until(lambda: "b" in loop.finished())
         assert "a" not in loop.finished()
         assert not loop.engine.requests
+
+
+def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_heard_of_no_more():
+    is_loaded = threading.Event()
+
+    def load_tokenizer() -> NoReturn:
+        assert is_loaded.wait(PATIENCE_S)
+        raise ValueError("structured: there is no tokenizer")
+
+    form = StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+    with looping(grammars=GrammarCompiler(load_tokenizer)) as loop:
+        loop.say(make_request("a", structured=form), Cancel(request_id="a"), make_request("b", max_tokens=1))
+        loop.hear_until(lambda: "b" in loop.finished())
+        is_loaded.set()
+        loop.say(make_request("c", structured=form))
+        loop.hear_until(lambda: "c" in loop.finished())
+        assert loop.outputs[-1].error == "structured: there is no tokenizer"
+        assert "a" not in loop.finished()
 
 
 def test_a_loop_that_checks_ends_when_something_is_kept_of_a_request_that_is_gone():
