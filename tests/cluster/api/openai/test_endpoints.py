@@ -142,6 +142,19 @@ async def test_every_form_of_prompt(tokenizer, backend):
     assert len({request.request_id for request in backend.requests}) == 7
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_choices_of_several_prompts_are_in_the_order_of_their_prompts(tokenizer, stream):
+    backend = FakeBackend(lambda request: [list(request.prompt_token_ids)])
+    texts = dict.fromkeys(range(6), "")
+    async with client_of(backend, tokenizer) as client:
+        body = {"prompt": ["a", "b", "c"], "n": 2, "stream": stream, "max_tokens": 1}
+        answer = await client.post("/v1/completions", json=body)
+        for event in events_of(answer) if stream else [answer.json()]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+    assert texts == dict(enumerate("aabbcc"))
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
