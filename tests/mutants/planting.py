@@ -7,6 +7,7 @@ code that it speaks of is gone.
 from __future__ import annotations
 
 import ast
+import compileall
 import functools
 import os
 import re
@@ -106,8 +107,16 @@ def problem_of(test: str) -> str | None:
     return None if defined else f"no {names[-1]} in {path}"
 
 
+@functools.cache
+def compile_checkout() -> None:
+    """Write the bytecode of the checkout, which the copies then have: else each would compile the whole package."""
+    for name in PACKAGES:
+        compileall.compile_dir(ROOT / name, quiet=2)
+
+
 def copy_package(folder: Path, mutant: Mutant | None) -> None:
     """Make `folder`/outrider: the package by hard links, of which one file is a copy with the defect."""
+    compile_checkout()
     package = folder / "outrider"
     package.mkdir()
     shutil.copy(ROOT / "__init__.py", package)
@@ -147,18 +156,10 @@ def run_tests(tests: Sequence[str], folder: Path, mutant: Mutant | None, timeout
     copy_package(folder, mutant)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    options = [
-        "-x",
-        "-q",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        f"--timeout={TEST_TIMEOUT_S}",
-        "--hypothesis-profile=mutants",
-    ]
-    command = [sys.executable, "-m", "pytest", *options, "--tb=line", "-m", "not (service or soak or gpu)", *tests]
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as in run_all.sh
+    options = ["-x", "-q", "-rfE", "--tb=line", f"--timeout={TEST_TIMEOUT_S}", "--hypothesis-profile=mutants"]
+    options += ["-p", "no:cacheprovider", "-m", "not (service or soak or gpu)"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     start_s = time.monotonic()
     try:
         done = subprocess.run(
