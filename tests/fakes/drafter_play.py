@@ -6,17 +6,57 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
-from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling, check_draft
 
 GREEDY = DraftSampling(temperature=0.0)
+DRAWN = DraftSampling(temperature=1.0)
+SEEDED = DraftSampling(temperature=1.0, seed=7, choice_index=1)
 KEY = SessionKey("peer", "request")
 
 Target = Callable[[Sequence[int]], int]  # all tokens so far -> the next one
 
 
+def key(name: str) -> SessionKey:
+    return SessionKey("peer", name)
+
+
 def ask_of(token_ids: Sequence[int], *, length: int = 8, **fields: object) -> Ask:
     values: dict[str, object] = {"key": KEY, "ask_id": 1, "sampling": GREEDY, **fields}
     return Ask(token_ids=token_ids, length=length, **values)  # type: ignore[arg-type]
+
+
+def drafts_of(drafter: Drafter, *asks: Ask, budget: int = 256, max_calls: int = 500) -> list[Draft]:
+    """Ask until all is answered, checking the books after every call; return the answers in the order of the asks."""
+    waiting, found = {ask.key: ask for ask in asks}, dict[SessionKey, Draft]()
+    assert len(waiting) == len(asks), "one session asks twice"
+    for _ in range(max_calls):
+        by_id = {(ask.key.request_id, ask.ask_id): ask for ask in waiting.values()}
+        for draft in drafter.draft(list(waiting.values()), max_num_tokens=budget):
+            ask = by_id[draft.request_id, draft.round_id]
+            found[ask.key] = draft
+            del waiting[ask.key]
+        drafter.check_integrity([ask.key for ask in asks])
+        if not waiting:
+            return [found[ask.key] for ask in asks]
+    raise AssertionError("drafts do not become complete")
+
+
+def draft_of(drafter: Drafter, ask: Ask, *, budget: int = 256) -> Draft:
+    """Return the answer to one ask, which may be verified."""
+    (draft,) = drafts_of(drafter, ask, budget=budget)
+    require_valid(ask, draft, drafter.vocab_size)
+    return draft
+
+
+def require_valid(ask: Ask, draft: Draft, vocab_size: int) -> None:
+    """Raise `AssertionError` where a verifier would drop a draft, or it is another's."""
+    assert (draft.request_id, draft.round_id) == (ask.key.request_id, ask.ask_id)
+    assert draft.position == len(ask.token_ids)
+    assert draft.confidences is None or len(draft.confidences) == len(draft.token_ids)
+    limits = {"max_length": ask.length, "max_nodes": ask.max_nodes}
+    assert check_draft(draft, draft_vocab_size=vocab_size, **limits) is None
+    paths = paths_of(draft)
+    assert len({tuple(path) for path in paths}) == len(paths), "two nodes of one path"
 
 
 def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) -> Draft:
@@ -29,16 +69,10 @@ def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) ->
 
 def check_form(ask: Ask, result: Draft) -> None:
     """Assert what every draft without probabilities keeps to."""
-    assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
+    require_valid(ask, result, 1 << 30)
     assert result.draft_probs is None
     assert result.confidences is not None
-    assert len(result.confidences) == len(result.token_ids)
     assert all(0.0 <= confidence <= 1.0 for confidence in result.confidences)
-    assert (result.parents is None) == (ask.max_nodes == 0)
-    assert len(result.token_ids) <= (ask.max_nodes or ask.length)
-    paths = paths_of(result)
-    assert all(len(path) <= ask.length for path in paths)
-    assert len({tuple(path) for path in paths}) == len(paths), "two nodes of one path"
 
 
 def paths_of(result: Draft) -> list[list[int]]:

@@ -92,10 +92,28 @@ class FakeRunner:
             contexts += paths
         assert batch.positions == [len(context) - 1 for context in contexts], "positions"
         assert max(batch.positions) < self.max_model_len, "beyond the model's context"
-        logits = torch.zeros(len(batch.logits_indices), self.vocab_size)
-        for row, index in enumerate(batch.logits_indices):
-            logits[row, next_token(contexts[index], self.vocab_size)] = 10.0
+        return self.rows_after([contexts[index] for index in batch.logits_indices])
+
+    def rows_after(self, contexts: Sequence[list[int]]) -> torch.Tensor:
+        """Return what follows whole contexts: float32 [num_contexts, vocab_size]."""
+        logits = torch.zeros(len(contexts), self.vocab_size)
+        for row, context in enumerate(contexts):
+            logits[row, next_token(context, self.vocab_size)] = 10.0
         return logits
+
+
+def noisy_row(context: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """Return logits of their own for every context: float32 [vocab_size]."""
+    generator = torch.Generator().manual_seed(hash(tuple(context)) & 0xFFFF_FFFF)
+    return 2 * torch.randn(vocab_size, generator=generator)
+
+
+class NoisyRunner(FakeRunner):
+    """Its rows are laws, not point masses."""
+
+    def rows_after(self, contexts: Sequence[list[int]]) -> torch.Tensor:
+        rows = [noisy_row(context, self.vocab_size) for context in contexts]
+        return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
 
 
 class TimedRunner(FakeRunner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,18 +23,21 @@ def counting(ask: Ask) -> Draft:
 
 @dataclass
 class ScriptedDrafter:
-    """A `Drafter` that answers every ask at once."""
+    """A `Drafter` that answers an ask in the `num_steps`th call."""
 
     guess: Guess = counting
     needs: DraftNeeds = DraftNeeds()
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = 1000
+    num_steps: int = 1
     asks: list[Ask] = field(default_factory=list)  # as they were asked
+    ages: Counter[int] = field(default_factory=Counter)  # calls so far, by ask
     released: list[SessionKey] = field(default_factory=list)
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         self.asks += [replace(ask, token_ids=tuple(ask.token_ids)) for ask in asks]
-        return [self.guess(ask) for ask in asks]
+        self.ages.update(ask.ask_id for ask in asks)
+        return [self.guess(ask) for ask in asks if self.ages[ask.ask_id] >= self.num_steps]
 
     def release(self, key: SessionKey) -> None:
         self.released.append(key)

@@ -129,18 +129,6 @@ def save(head: DraftHead, folder: Path) -> Path:
     return folder
 
 
-def test_heads_that_serve_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
-    head = eagle3_head()
-    heads = load_heads("eagle3", [save(head, tmp_path)], ModelConfig(path="unused", device="cpu"))
-    tokens, states = random_pairs(head, (6, 4))
-    batch = batch_of([range(6), range(4)], tokens)
-    serving, plain = runner_of(heads.first), runner_of(head)
-    torch.testing.assert_close(
-        serving.execute(batch, serving.combine(torch.cat(states))).logits,
-        plain.execute(batch, plain.combine(torch.cat(states))).logits,
-    )
-
-
 def test_a_head_takes_what_it_lacks_from_the_targets_folder(tmp_path: Path) -> None:
     head = eagle_head()
     head.borrowed = frozenset({"lm_head.weight"})

@@ -112,15 +112,6 @@ def test_a_borrowed_embedding_is_not_saved_and_taken_from_the_target_again(tmp_p
         Eagle3Head.from_folder(tmp_path, target=narrow)
 
 
-def test_pytorchs_own_files_are_read(tmp_path: Path) -> None:
-    head = eagle3_head()
-    head.save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert torch.equal(outputs(Eagle3Head.from_folder(tmp_path)), outputs(head))
-
-
 def test_half_precision_keeps_ids_and_rotary_frequencies_exact(tmp_path: Path) -> None:
     head = eagle3_head()
     head.save(tmp_path)
@@ -190,13 +181,6 @@ def test_a_config_that_cannot_be_served_is_named(tmp_path: Path, change: dict[st
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(HeadError, match=message):
         parse_config({**config, **change}, num_target_layers=8)
-
-
-def test_another_speculators_type_is_refused(tmp_path: Path) -> None:
-    eagle3_head().save(tmp_path, layout="speculators")
-    config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(HeadError, match="speculators_model_type: 'peagle'"):
-        parse_config({**config, "speculators_model_type": "peagle"})
 
 
 def test_taps_that_are_not_named_are_the_authors() -> None:

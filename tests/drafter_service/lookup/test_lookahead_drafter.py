@@ -8,7 +8,7 @@ import pytest
 from fakes.drafter_play import KEY, draft_after, paths_of, play
 from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter, NgramPool
-from outrider.verifier_service.messages.draft import ROOT, DraftSampling
+from outrider.verifier_service.messages.draft import ROOT
 
 
 def make(**sizes: int) -> LookaheadDrafter:
@@ -22,10 +22,6 @@ def by_place(tokens: Sequence[int]) -> int:
 
 def by_last(tokens: Sequence[int]) -> int:
     return tokens[-1] % 7 + len(tokens) % 2
-
-
-def test_it_wants_to_hear_the_target_s_predictions():
-    assert make().needs.predictions
 
 
 def test_jacobi_iteration_finds_what_no_text_has_shown():
@@ -140,11 +136,6 @@ def test_forced_tokens_come_first_and_the_pool_goes_on_after_them():
     assert draft_after(make(), tokens, length=1, forced_ids=(9, 5)).token_ids == (9,)
 
 
-@pytest.mark.parametrize("sampling", [DraftSampling(temperature=1.0), DraftSampling(temperature=1.0, seed=3)])
-def test_sampled_requests_get_the_same_point_masses(sampling: DraftSampling):
-    assert draft_after(make(), [1, 2, 3, 4, 1], sampling=sampling).token_ids == (2, 3, 4)
-
-
 def test_other_tokens_under_the_same_key_begin_anew():
     drafter = make()
     draft_after(drafter, [1, 2, 3, 4, 1])
@@ -162,15 +153,6 @@ def test_the_pool_keeps_the_newest_of_each_token():
     pool.check_integrity(2)
     with pytest.raises(AssertionError, match="length"):
         pool.check_integrity(3)
-
-
-def test_what_is_released_is_forgotten():
-    drafter = make()
-    draft_after(drafter, [1, 2, 3])
-    with pytest.raises(AssertionError, match="gone"):
-        drafter.check_integrity([])
-    drafter.release(KEY)
-    drafter.check_integrity([])
 
 
 @pytest.mark.parametrize(("field", "value"), [("window", 0), ("ngram", 1), ("num_guesses", 0)])

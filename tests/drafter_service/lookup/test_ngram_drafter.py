@@ -5,10 +5,9 @@ import random
 import pytest
 
 from fakes.drafter_play import KEY, draft_after, paths_of, play
-from outrider.drafter_service.engine.drafter import DraftEngineConfig, SessionKey
-from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter, copy_on
-from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DraftSampling, Open
+from outrider.verifier_service.messages.draft import ROOT
 
 
 def make(smallest: int = 1, largest: int = 3) -> NgramDrafter:
@@ -27,26 +26,11 @@ def by_scanning(tokens: list[int], smallest: int, largest: int, length: int) -> 
     return []
 
 
-def test_the_longest_match_wins_over_a_later_one():
-    tokens = [1, 2, 3, 50, 9, 3, 60, 1, 2, 3]
-    assert draft_after(make(), tokens, length=2).token_ids == (50, 9)
-
-
-def test_the_latest_of_equal_matches_wins():
-    tokens = [1, 2, 50, 1, 2, 60, 1, 2]
-    assert draft_after(make(), tokens, length=2).token_ids == (60, 1)
-
-
 def test_nothing_is_drafted_without_a_match_of_the_least_size():
     tokens = [1, 2, 3, 4, 2]
     assert draft_after(make(2, 3), tokens).token_ids == ()
     assert draft_after(make(1, 3), tokens, key=SessionKey("p", "other")).token_ids[:2] == (3, 4)
     assert draft_after(make(), [7]).token_ids == ()
-
-
-def test_a_loop_is_drafted_beyond_the_end_of_the_text():
-    assert draft_after(make(), [9, 1, 2, 3, 1, 2, 3], length=7).token_ids == (1, 2, 3, 1, 2, 3, 1)
-    assert draft_after(make(), [4, 4], length=5, key=SessionKey("p", "other")).token_ids == (4,) * 5
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 3), (3, 7)])
@@ -123,21 +107,6 @@ def test_a_copy_that_shorter_contexts_speak_against_is_trusted_less_than_one_tha
     assert sure.confidences[0] > 0.9
 
 
-@pytest.mark.parametrize("sampling", [DraftSampling(temperature=1.0), DraftSampling(temperature=1.0, seed=3)])
-def test_sampled_requests_get_the_same_point_masses(sampling: DraftSampling):
-    assert draft_after(make(), [1, 2, 3, 1], length=2, sampling=sampling).token_ids == (2, 3)
-
-
-def test_what_is_released_is_forgotten():
-    drafter = make()
-    draft_after(drafter, [1, 2, 3])
-    with pytest.raises(AssertionError, match="gone"):
-        drafter.check_integrity([])
-    drafter.release(KEY)
-    drafter.release(KEY)
-    drafter.check_integrity([])
-
-
 def test_a_wrong_index_is_noticed():
     drafter = make()
     draft_after(drafter, [1, 2, 3])
@@ -155,17 +124,3 @@ def test_sizes_that_make_no_sense_are_refused(sizes: tuple[int, int]):
 def test_a_copy_goes_on_with_the_forced_tokens_and_then_with_itself():
     assert copy_on([1, 2, 3, 4], [], 1, 2) == [2, 3]
     assert copy_on([1, 2, 3, 4], [8], 2, 7) == [3, 4, 8, 3, 4, 8, 3]
-
-
-def test_it_drafts_inside_the_engine():
-    engine = DraftEngine(make(), clock=lambda: 0.0, config=DraftEngineConfig(max_draft_length=4))
-    engine.handle("peer", Open(request_id="r", sampling=DraftSampling(temperature=0.0), token_ids=(1, 2, 3, 1)))
-    for round_id, (position, token_ids, expected) in enumerate([(4, (), (2, 3, 1, 2)), (4, (2,), (3, 1, 2, 3))]):
-        engine.handle(
-            "peer",
-            Commit(request_id="r", round_id=round_id, position=position, token_ids=token_ids, max_length=9),
-        )
-        ((_, draft),) = engine.step()
-        assert isinstance(draft, Draft)
-        assert draft.token_ids == expected
-        engine.check_integrity()

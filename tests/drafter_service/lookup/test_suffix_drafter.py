@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from fakes.drafter_play import KEY, ask_of, draft_after, paths_of, play
+from fakes.drafter_play import KEY, draft_after, paths_of, play
 from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.verifier_service.messages.draft import Draft, DraftSampling
 
 
 def make(**limits: float) -> SuffixDrafter:
@@ -178,30 +177,6 @@ def test_confidences_are_calibrated():
     claimed = sum(draft.confidences[0] for draft in half[0] if draft.confidences)
     right = sum(number > 0 for number in half[1])
     assert claimed == pytest.approx(right, rel=0.2)
-
-
-@pytest.mark.parametrize("sampling", [DraftSampling(temperature=1.0), DraftSampling(temperature=1.0, seed=3)])
-def test_sampled_requests_get_the_same_point_masses(sampling: DraftSampling):
-    assert draft_after(make(), [1, 2, 3, 1], length=2, sampling=sampling).token_ids == (2, 3)
-
-
-def test_sessions_are_answered_together_and_apart():
-    drafter = make(min_token_prob=0.0)
-    texts = {"a": [1, 2, 3, 1], "b": [1, 7, 8, 1], "c": [4]}
-    asks = [ask_of(tokens, key=key(name), length=1) for name, tokens in texts.items()]
-    results: list[Draft] = drafter.draft(asks, max_num_tokens=1)
-    assert [result.token_ids for result in results] == [(2,), (7,), ()]
-    drafter.check_integrity([key(name) for name in texts])
-
-
-def test_sessions_that_are_gone_are_noticed():
-    drafter = make()
-    draft_after(drafter, [1, 2, 3])
-    with pytest.raises(AssertionError, match="gone"):
-        drafter.check_integrity([])
-    drafter.release(KEY)
-    drafter.release(KEY)
-    drafter.check_integrity([])
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Collection, Sequence
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine
-from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
-from outrider.drafter_service.engine.engine import DraftEngine
+from exactness.small_engines import load
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
-from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, DraftSampling
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from tiny.drafters import model_drafter
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
 from tiny.models import make_model
 
 TEXT = (
@@ -221,48 +216,9 @@ def test_drafters_that_read_the_targets_states_are_refused() -> None:
 # --- models, whole engines ---
 
 
-class Drafts:
-    """A drafter of another tokenizer in this process."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig(max_draft_length=8))
-        self._client = LocalDraftClient(self.engine)
-        self.send, self.poll = self._client.send, self._client.poll
-
-    def check_integrity(self) -> None:
-        self.engine.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def target_model():
-    return make_model("llama", vocab_size=340)
-
-
-@pytest.fixture(scope="module")
-def target(target_model, tmp_path_factory):
-    return load(target_model, tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
     return load(make_model("llama", vocab_size=400, seed=1), tmp_path_factory.mktemp("draft"))
-
-
-TWIN_MAP = VocabularyMap(draft_ids=tuple(random.Random(1).sample(range(400), 340)))
-
-
-@pytest.fixture(scope="module")
-def twin(target_model, tmp_path_factory):
-    """The target under other ids, with 60 tokens more."""
-    model = make_model("llama", vocab_size=400)
-    weights = target_model.state_dict()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.shape == weights[name].shape:
-                parameter.copy_(weights[name])
-            else:
-                parameter[list(TWIN_MAP.draft_ids)] = weights[name]
-    return load(model, tmp_path_factory.mktemp("twin"))
 
 
 def intersection_drafter(runner, vocabulary: VocabularyMap = MAP) -> IntersectionDrafter:
@@ -273,53 +229,6 @@ def intersection_drafter(runner, vocabulary: VocabularyMap = MAP) -> Intersectio
         target_tokenizer=TARGET,
         draft_tokenizer=DRAFT,
     )
-
-
-def requests_of(sampling: SamplingParams, *, num_prompts: int = 2) -> list[GenerationRequest]:
-    prompts = [TARGET.encode(TEXT)[begin : begin + 25] for begin in range(3, 3 + 40 * num_prompts, 40)]
-    plan = SpeculationPlan(draft_length=4)
-    return [
-        GenerationRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling, plan=plan)
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-@pytest.mark.parametrize("mode", ["text", "intersection", "twin"])
-@pytest.mark.parametrize("seed", [None, 5])
-def test_tokens_are_those_of_plain_decoding(target, draft, twin, mode: str, seed: int | None) -> None:
-    sampling = SamplingParams(temperature=0.0 if seed is None else 0.7, seed=seed, max_tokens=20, ignore_eos=True)
-    plain = generate(make_engine(target, NoDrafts(), Limits()), NoDrafts(), requests_of(sampling))
-    drafters = {
-        "text": lambda: text_drafter(model_drafter(draft, torch.Generator().manual_seed(0))),
-        "intersection": lambda: intersection_drafter(draft),
-        "twin": lambda: intersection_drafter(twin, TWIN_MAP),
-    }
-    drafts = Drafts(drafters[mode]())
-    drafted = generate(make_engine(target, drafts, Limits()), drafts, requests_of(sampling))
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_draft_tokens > 0
-    if mode == "twin":
-        assert drafted.num_accepted_tokens == drafted.num_draft_tokens, "same laws, same noise: nothing is rejected"
-
-
-def test_rows_are_the_models_law_on_the_shared_tokens(draft) -> None:
-    drafter = intersection_drafter(draft)
-    prompt = [token_id for token_id in TARGET.encode(TEXT)[:60] if MAP.is_shared(token_id)]
-    result = answer(drafter, ask(prompt, length=3, sampling=DraftSampling(temperature=1.0)))
-    plain = model_drafter(draft, torch.Generator().manual_seed(0), top_n=400)
-    draft_prompt = [MAP.draft_ids[token_id] for token_id in prompt]
-    full = answer(plain, ask(draft_prompt, length=1, ask_id=2, sampling=DraftSampling(temperature=1.0)))
-    assert result.draft_probs is not None
-    assert full.draft_probs is not None
-    for token_id, row in zip(result.token_ids, result.draft_probs, strict=True):
-        assert token_id in row.token_ids
-        assert all(MAP.is_shared(id_) for id_ in row.token_ids)
-        assert sum(row.weights) == DRAFT_PROB_SCALE
-    model_law = dict(zip(full.draft_probs[0].token_ids, full.draft_probs[0].weights, strict=True))
-    expected = [model_law.get(MAP.draft_ids[id_], 0) for id_ in result.draft_probs[0].token_ids]
-    total = sum(expected)
-    for weight, own in zip(result.draft_probs[0].weights, expected, strict=True):
-        assert weight / DRAFT_PROB_SCALE == pytest.approx(own / total, abs=2e-3)
 
 
 def test_unknown_committed_tokens_are_spelled_out(draft) -> None:
@@ -347,29 +256,9 @@ def test_unknown_committed_tokens_are_spelled_out(draft) -> None:
     assert len(computed) != 50, "positions in the two vocabularies differ"
 
 
-def test_trees_work_across_vocabularies(draft) -> None:
-    rng = random.Random(3)
-    drafter = intersection_drafter(draft)
-    for ask_id in range(5):
-        prompt = [rng.choice(SHARED_IDS) for _ in range(10)]
-        result = answer(drafter, ask(prompt, length=3, ask_id=ask_id, max_nodes=7))
-        assert len(result.token_ids) == 7
-        assert all(MAP.is_shared(token_id) for token_id in result.token_ids)
-        assert result.parents is not None
-
-
 def test_forced_tokens_that_the_draft_model_does_not_know_end_the_forcing(draft) -> None:
     unknown = next(token_id for token_id in range(340) if not MAP.is_shared(token_id))
     known = SHARED_IDS[5]
     result = answer(intersection_drafter(draft), ask([known, known], length=3, forced_ids=(known, unknown)))
     assert result.token_ids[0] == known
     assert len(result.token_ids) == 3
-
-
-def test_sessions_of_the_intersection_are_forgotten(draft) -> None:
-    drafter = intersection_drafter(draft)
-    answer(drafter, ask(SHARED_IDS[:4]))
-    with pytest.raises(AssertionError, match="session that is gone"):
-        drafter.check_integrity([])
-    drafter.release(KEY)
-    drafter.check_integrity([])

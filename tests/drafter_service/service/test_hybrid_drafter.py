@@ -145,20 +145,6 @@ def test_a_superseded_ask_is_chosen_for_anew():
     assert drafter.counts.num_drafts == {"suffix": 1}
 
 
-def test_many_sessions_choose_for_themselves_in_one_call():
-    @dataclass
-    class Picky(KnownDrafter):
-        def _result(self, ask: Ask) -> Draft:
-            self.confidence = 1.0 if ask.key.request_id == "repeats" else 0.0
-            return super()._result(ask)
-
-    drafter = hybrid({"suffix": Picky()}, model=KnownDrafter(num_right=0))
-    asks = [ask_of(PROMPT, key=SessionKey("p", name), ask_id=n) for n, name in enumerate(("new", "repeats", "other"))]
-    results = {result.request_id: result for result in drafter.draft(asks, max_num_tokens=9)}
-    assert results.keys() == {"new", "repeats", "other"}
-    assert {name for name, result in results.items() if result.token_ids[0] == 4} == {"repeats"}
-
-
 def test_what_a_longer_draft_could_win_is_bounded_by_what_is_asked_for():
     """A model that wins six is worth one where one is asked for: a sure lookup is better."""
     lookup, model = KnownDrafter(length=0), KnownDrafter(num_right=6)

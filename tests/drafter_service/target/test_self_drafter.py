@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fakes.drafter_play import GREEDY, ask_of, check_form, paths_of
+from fakes.drafter_play import ask_of, check_form, paths_of
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
-from outrider.drafter_service.target.scratch_blocks import scratch_blocks_per_draft
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.sparse_drafter import choose_blocks, sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.messages.request import (
     GenerationRequest,
     Request,
@@ -33,22 +29,17 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny.models import full_logits, make_checkpoint, random_sequences
+from outrider.verifier_service.model.runner import ParallelRunner
+from tiny.methods import tiny_target
+from tiny.models import full_logits, random_sequences
+from tiny.self_drafting import BLOCK_SIZE, EXIT_LAYER, GREEDY_PARAMS, NUM_BLOCKS, NUM_NODES, TinyTarget
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 48
-LENGTH, NUM_NODES = 4, 9
-NUM_DRAFTS = 2  # that there are scratch blocks for at once
-GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-UNSEEDED = DraftSampling(temperature=0.8)
+LENGTH = 4
 
 MakeDrafter = Callable[[TargetView], Drafter]
 
 
-def early(view: TargetView, *, exit_layer: int = 3, **options: object) -> SelfDrafter:
+def early(view: TargetView, *, exit_layer: int = EXIT_LAYER, **options: object) -> SelfDrafter:
     return early_exit_drafter(view, torch.Generator().manual_seed(0), exit_layer=exit_layer, **options)
 
 
@@ -57,34 +48,8 @@ def sparse(view: TargetView, *, num_blocks: int = 99) -> SelfDrafter:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, PreTrainedModel]:
-    """Four layers whose last one changes little, so that leaving before it is often right and often wrong."""
-    folder: Path = tmp_path_factory.mktemp("target")
-    model = make_checkpoint(folder, num_hidden_layers=4)
-    last = model.model.layers[-1]
-    last.self_attn.o_proj.weight *= 0.3
-    last.mlp.down_proj.weight *= 0.3
-    model.save_pretrained(folder)
-    return ModelConfig(
-        path=str(folder),
-        num_kv_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        device="cpu",
-        num_scratch_blocks=NUM_DRAFTS * scratch_blocks_per_draft(NUM_NODES, BLOCK_SIZE),
-    ), model
-
-
-@pytest.fixture(scope="module")
-def runner(target: tuple[ModelConfig, PreTrainedModel]) -> ParallelRunner:
-    return ParallelRunner(ModelRunner(target[0], TensorParallelGroup.single()))
-
-
-@pytest.fixture(scope="module")
-def shortened(target: tuple[ModelConfig, PreTrainedModel]) -> PreTrainedModel:
-    """The library's model without the last layer."""
-    model = copy.deepcopy(target[1])
-    model.model.layers = model.model.layers[:3]
-    return model
+def target() -> TinyTarget:
+    return tiny_target()
 
 
 @dataclass
@@ -135,14 +100,15 @@ class Watched:
         self.inner.check_integrity(keys)
 
 
-def build(
-    target: tuple[ModelConfig, PreTrainedModel], runner: ParallelRunner, make: MakeDrafter, *, max_tree_nodes: int = 0
-) -> tuple[VerifierEngine, Watched]:
+def build(target: TinyTarget, make: MakeDrafter, *, max_tree_nodes: int = 0) -> tuple[VerifierEngine, Watched]:
+    runner = target.runner
     view = TargetView(runner)
     watched = Watched(make(view), runner)
     config = DraftEngineConfig(max_draft_length=LENGTH, max_tree_nodes=max_tree_nodes)
     drafts = LocalDraftClient(DraftEngine(watched, clock=lambda: 0.0, config=config))
-    engine = build_engine(runner, VerifierSpec(model=target[0], max_tree_nodes=max_tree_nodes, sampling_seed=0), drafts)
+    engine = build_engine(
+        runner, VerifierSpec(model=target.config, max_tree_nodes=max_tree_nodes, sampling_seed=0), drafts
+    )
     view.attach(engine)
     watched.engine = engine
     return engine, watched
@@ -179,86 +145,43 @@ def library_greedy(model: PreTrainedModel, token_ids: Sequence[int], length: int
     return tokens[len(token_ids) :]
 
 
-def test_early_drafts_are_the_shortened_models_and_the_tokens_the_whole_ones(target, runner, shortened):
-    engine, watched = build(target, runner, early)
+def test_early_drafts_are_the_shortened_models_and_the_tokens_the_whole_ones(target: TinyTarget):
+    engine, watched = build(target, early)
     tokens, last = run(engine)
     for index, prompt in enumerate(random_sequences((5, 8, 13))):
-        assert tokens[str(index)] == library_greedy(target[1], prompt, 14)
+        assert tokens[str(index)] == library_greedy(target.model, prompt, 14)
     assert len(watched.results) > 6
     for context, ask, result in watched.results:
-        check_form(ask, result)
-        assert list(result.token_ids) == library_greedy(shortened, context, ask.length)
+        check_form(replace(ask, token_ids=context), result)
+        assert list(result.token_ids) == library_greedy(target.shortened, context, ask.length)
     num_accepted = sum(output.speculation.num_accepted_tokens for output in last.values())
     assert 0 < num_accepted < sum(output.speculation.num_draft_tokens for output in last.values())
 
 
-def test_early_trees_hold_the_shortened_models_likeliest_tokens(target, runner, shortened):
+def test_early_trees_hold_the_shortened_models_likeliest_tokens(target: TinyTarget):
     """After accepted paths too, whose KV the drafter's batch moves before it reads it."""
-    engine, watched = build(target, runner, early, max_tree_nodes=NUM_NODES)
+    engine, watched = build(target, early, max_tree_nodes=NUM_NODES)
     tokens, _ = run(engine)
     for index, prompt in enumerate(random_sequences((5, 8, 13))):
-        assert tokens[str(index)] == library_greedy(target[1], prompt, 14)
+        assert tokens[str(index)] == library_greedy(target.model, prompt, 14)
     assert watched.num_moved > 0
     num_trees = 0
     for context, ask, result in watched.results:
-        check_form(ask, result)
+        check_form(replace(ask, token_ids=context), result)
         num_trees += len(set(result.parents or ())) < len(result.token_ids)
         for path, confidence in zip(paths_of(result), result.confidences, strict=True):
-            probs = full_logits(shortened, [*context, *path[:-1]])[-1].softmax(0)
+            probs = full_logits(target.shortened, [*context, *path[:-1]])[-1].softmax(0)
             assert path[-1] in probs.topk(4).indices.tolist()
             assert confidence == pytest.approx(probs[path[-1]].item(), abs=1e-4)
     assert num_trees > 3
 
 
-@pytest.mark.parametrize("max_tree_nodes", [0, NUM_NODES])
-def test_drawn_drafts_bring_the_shortened_models_rows(target, runner, shortened, max_tree_nodes):
-    trees = TreeConfig(method="sampled")
-    engine, watched = build(target, runner, lambda view: early(view, trees=trees), max_tree_nodes=max_tree_nodes)
-    run(engine, SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True), lengths=(5, 8))
-    for context, _, result in watched.results:
-        paths = [[], *paths_of(result)]
-        parents = result.parents or range(-1, len(result.token_ids) - 1)
-        for parent, row in zip(dict.fromkeys(parents), result.draft_probs or (), strict=True):
-            probs = (full_logits(shortened, [*context, *paths[parent + 1]])[-1] / 0.8).softmax(0)
-            kept = probs[list(row.token_ids)]
-            weights = torch.tensor(row.weights) / DRAFT_PROB_SCALE
-            assert (weights - kept / kept.sum()).abs().max() < 1e-3
-
-
 @pytest.mark.parametrize("sampling", [GREEDY_PARAMS, SamplingParams(temperature=1, seed=3, max_tokens=14)])
-def test_attention_to_all_blocks_drafts_what_the_target_says(target, runner, sampling):
-    engine, _ = build(target, runner, sparse)
+def test_attention_to_all_blocks_drafts_what_the_target_says(target: TinyTarget, sampling):
+    engine, _ = build(target, sparse)
     _, last = run(engine, sampling)
     metrics = [output.speculation for output in last.values()]
     assert all(each.num_accepted_tokens == each.num_draft_tokens > 4 for each in metrics)
-
-
-def test_attention_to_few_blocks_changes_drafts_and_no_token(target, runner):
-    """And its trees keep to the scratch blocks, whose shared prefix is shorter than the sequence."""
-    plain, _ = run(build(target, runner, sparse)[0], lengths=(30, 27))
-    engine, watched = build(target, runner, lambda view: sparse(view, num_blocks=2), max_tree_nodes=NUM_NODES)
-    tokens, last = run(engine, lengths=(30, 27))
-    assert tokens == plain
-    metrics = [output.speculation for output in last.values()]
-    assert sum(each.num_accepted_tokens for each in metrics) < sum(each.num_drafts for each in metrics) * LENGTH
-    assert watched.results
-
-
-def started(
-    target: tuple[ModelConfig, PreTrainedModel], runner: ParallelRunner, make: MakeDrafter, num_requests: int
-) -> tuple[VerifierEngine, SelfDrafter]:
-    """An engine whose requests "0", "1", ... have their first token, and a drafter that nobody asked yet."""
-    view = TargetView(runner)
-    drafter = make(view)
-    config = DraftEngineConfig(max_draft_length=LENGTH)
-    silent = LocalDraftClient(DraftEngine(sparse(view), clock=lambda: 0.0, config=config))
-    engine = build_engine(runner, VerifierSpec(model=target[0]), silent)
-    view.attach(engine)
-    for index, prompt in enumerate(random_sequences((9,) * num_requests)):
-        request = GenerationRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=GREEDY_PARAMS)
-        assert engine.add(request) is None
-    engine.step()
-    return engine, drafter
 
 
 def ask_for(engine: VerifierEngine, name: str, **fields: object) -> Ask:
@@ -267,8 +190,8 @@ def ask_for(engine: VerifierEngine, name: str, **fields: object) -> Ask:
 
 
 @pytest.mark.parametrize(("length", "num_at_once"), [(LENGTH, 4), (NUM_NODES, 2)])
-def test_as_many_are_drafted_together_as_there_is_scratch_for(target, runner, length, num_at_once):
-    engine, drafter = started(target, runner, early, 5)
+def test_as_many_are_drafted_together_as_there_is_scratch_for(target: TinyTarget, length, num_at_once):
+    engine, drafter = target.started(early)
     asks = [ask_for(engine, str(index), length=length) for index in range(5)]
     first = drafter.draft(asks, max_num_tokens=1)
     assert [result.request_id for result in first] == [str(index) for index in range(num_at_once)]
@@ -279,9 +202,9 @@ def test_as_many_are_drafted_together_as_there_is_scratch_for(target, runner, le
     assert all(len(token_ids) == length for token_ids in alone)
 
 
-def test_a_chain_computes_every_token_once(target, runner):
+def test_a_chain_computes_every_token_once(target: TinyTarget):
     """The partly filled block is copied, not computed; so is nothing that an earlier level has."""
-    engine, drafter = started(target, runner, early, 1)
+    engine, drafter = target.started(early)
     sizes: list[int] = []
     execute = engine._runner.execute
 
@@ -290,14 +213,14 @@ def test_a_chain_computes_every_token_once(target, runner):
         assert min(batch.slot_mapping) >= NUM_BLOCKS * BLOCK_SIZE
         return execute(batch)
 
-    runner.execute = counting
+    target.runner.execute = counting
     drafter.draft([ask_for(engine, "0")], max_num_tokens=1)
-    del runner.execute
+    del target.runner.execute
     assert sizes == [1] * LENGTH
 
 
-def test_requests_without_kv_are_answered_by_empty_drafts_and_take_no_scratch(target, runner):
-    engine, drafter = started(target, runner, early, 3)
+def test_requests_without_kv_are_answered_by_empty_drafts_and_take_no_scratch(target: TinyTarget):
+    engine, drafter = target.started(early)
     gone = ask_of([1, 2, 3], key=SessionKey("local", "gone"), length=LENGTH)
     asks = [gone, *(ask_for(engine, str(index)) for index in range(3))]
     engine.requests["0"].num_computed_tokens = 0  # preempted
@@ -306,28 +229,13 @@ def test_requests_without_kv_are_answered_by_empty_drafts_and_take_no_scratch(ta
     assert {name: len(result.token_ids) for name, result in results.items()} == {"gone": 0, "0": 0, "1": 4, "2": 4}
 
 
-def test_forced_tokens_come_first(target, runner, shortened):
-    engine, drafter = started(target, runner, early, 1)
-    ask = ask_for(engine, "0", forced_ids=(7, 9))
-    (result,) = drafter.draft([ask], max_num_tokens=1)
-    assert list(result.token_ids) == [7, 9, *library_greedy(shortened, [*ask.token_ids, 7, 9], 2)]
-
-
-def test_drafts_of_all_kinds_share_a_forward(target, runner, shortened):
-    engine, drafter = started(target, runner, lambda view: early(view, trees=TreeConfig(method="sampled")), 2)
-    tree, drawn = ask_for(engine, "0", max_nodes=NUM_NODES), ask_for(engine, "1", sampling=UNSEEDED)
-    first, second = drafter.draft([tree, drawn], max_num_tokens=1)
-    assert first.draft_probs is None
-    assert list(first.token_ids[:1]) == library_greedy(shortened, tree.token_ids, 1)
-    assert len(second.draft_probs) == len(second.token_ids) == LENGTH
-    assert (drafter.needs, tree.sampling) == (DraftNeeds(), GREEDY)
-
-
 @pytest.mark.parametrize("exit_layer", [0, 4, 9])
-def test_an_exit_that_the_target_does_not_have_is_refused(runner, exit_layer: int):
+def test_an_exit_that_the_target_does_not_have_is_refused(target: TinyTarget, exit_layer: int):
     with pytest.raises(ValueError, match=r"exit_layer must be in \[1, 3\]"):
-        early(TargetView(runner), exit_layer=exit_layer)
-    assert early_exit_drafter(TargetView(runner), torch.Generator())._num_layers == 1, "a third, where nothing is said"
+        early(TargetView(target.runner), exit_layer=exit_layer)
+    assert early_exit_drafter(TargetView(target.runner), torch.Generator())._num_layers == 1, (
+        "a third, where nothing is said"
+    )
 
 
 class ScoredView:
