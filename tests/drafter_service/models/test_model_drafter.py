@@ -15,8 +15,7 @@ from fakes.drafter_play import DRAWN, GREEDY, SEEDED, ask_of, drafts_of, key
 from fakes.runner import FakeRunner, NoisyRunner, continuation, noisy_row
 from outrider.drafter_service.engine.draft_sampler import launch_children, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
-from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig
-from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
@@ -24,10 +23,8 @@ from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     ROOT,
-    Commit,
     Draft,
     DraftSampling,
-    Open,
 )
 from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.drafters import model_drafter
@@ -35,45 +32,28 @@ from tiny.models import full_logits, make_model, random_sequences
 from tiny.verified import target_probs
 
 
-def engine_over(runner: FakeRunner, *, budget: int = 64) -> DraftEngine:
-    drafter = model_drafter(runner, torch.Generator().manual_seed(0))
-    config = DraftEngineConfig(max_num_batched_tokens=budget, max_draft_length=8)
-    return DraftEngine(drafter, clock=lambda: 0.0, config=config)
-
-
-def open_(engine: DraftEngine, tokens: Sequence[int], name: str = "r", sampling: DraftSampling = GREEDY) -> None:
-    engine.handle("v", Open(request_id=name, sampling=sampling, token_ids=tuple(tokens)))
-
-
-def ask(engine: DraftEngine, position: int, new: Sequence[int], *, length: int, name: str = "r", round_id: int = 1):
-    message = Commit(request_id=name, round_id=round_id, position=position, token_ids=tuple(new), max_length=length)
-    engine.handle("v", message)
-
-
-def run(engine: DraftEngine, max_steps: int = 500) -> dict[str, Draft]:
-    drafts: dict[str, Draft] = {}
-    for _ in range(max_steps):
-        if not engine.has_work():
-            return drafts
-        for _, message in engine.step():
-            assert isinstance(message, Draft), message
-            drafts[message.request_id] = message
-        engine.check_integrity()
-    raise AssertionError("drafts do not become complete")
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def test_catching_up_and_drafting_are_one_batch():
     runner = FakeRunner()
-    engine = engine_over(runner, budget=8)
-    open_(engine, [1], "drafting")
-    ask(engine, 1, [], length=6, name="drafting")
-    long_prompt = list(range(20))
-    open_(engine, long_prompt, "late")
-    ask(engine, 20, [], length=1, name="late")
-    drafts = run(engine)
-    assert drafts["drafting"].token_ids == continuation([1], 6, runner.vocab_size)
-    assert drafts["late"].token_ids == continuation(long_prompt, 1, runner.vocab_size)
+    drafting, late = ask_of([1], length=6), ask_of(list(range(20)), length=1, key=key("late"))
+    for ask, draft in zip(
+        (drafting, late), drafts_of(model_drafter(runner, generator()), drafting, late, budget=8), strict=True
+    ):
+        assert draft.token_ids == continuation(ask.token_ids, ask.length, runner.vocab_size)
     assert [batch.query_lengths for batch in runner.batches] == [[1, 7], [1, 7], [1, 6], *[[1]] * 3]
+
+
+def test_of_another_text_only_what_differs_is_computed():
+    runner = FakeRunner()
+    drafter = model_drafter(runner, generator())
+    drafts_of(drafter, ask_of([1, 2, 3, 4, 5, 6], length=2))
+    runner.batches.clear()
+    (draft,) = drafts_of(drafter, ask_of([1, 2, 3, 9, 9], length=2, ask_id=2))
+    assert draft.token_ids == continuation([1, 2, 3, 9, 9], 2, runner.vocab_size)
+    assert runner.batches[0].num_tokens == 2
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
@@ -90,7 +70,7 @@ def test_chains_go_on_where_they_are_and_are_read_once(sampling: DraftSampling):
         for name, length in (("a", 5), ("b", 3), ("c", 1))
     ]
     runner = tree_runner()
-    drafter = model_drafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
+    drafter = model_drafter(runner, generator(), read_back=read_back)
     (*found,) = drafter.draft(asks, max_num_tokens=64)
     assert [len(result.token_ids) for result in found] == [5, 3, 1]
     assert len(reads) == 1
@@ -115,27 +95,6 @@ def test_a_chain_goes_level_by_level_where_the_pool_has_no_room_for_all_of_it():
     drafter.release(ask_.key)
     other = tree_ask([1, 2, 3, 4, 5, 6, 7, 8], length=3, max_nodes=0, name="s")  # computes up to a tenth token
     assert answers(drafter, [other])["s"].token_ids == ()
-
-
-def test_opening_again_with_another_prefix_keeps_only_what_is_common():
-    runner = FakeRunner()
-    engine = engine_over(runner)
-    open_(engine, [1, 2, 3, 4, 5, 6])
-    ask(engine, 6, [], length=2)
-    run(engine)
-    runner.batches.clear()
-    open_(engine, [1, 2, 3, 9, 9])
-    ask(engine, 5, [], length=2)
-    assert run(engine)["r"].token_ids == continuation([1, 2, 3, 9, 9], 2, runner.vocab_size)
-    assert runner.batches[0].num_tokens == 2
-
-
-def test_drafts_may_reach_one_token_beyond_the_context():
-    runner = FakeRunner(max_model_len=6)
-    engine = engine_over(runner)
-    open_(engine, [1, 2, 3, 4, 5])
-    ask(engine, 5, [], length=8)
-    assert run(engine)["r"].token_ids == continuation([1, 2, 3, 4, 5], 2, runner.vocab_size)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 40))
@@ -188,7 +147,7 @@ def tree_runner(**sizes: int) -> NoisyRunner:
 
 def drafter_over(runner: NoisyRunner, method: str = "top_k", branching: int = 3) -> PagedDrafter[Any]:
     trees = TreeConfig(method=method, branching=branching)
-    return model_drafter(runner, torch.Generator().manual_seed(0), trees=trees)
+    return model_drafter(runner, generator(), trees=trees)
 
 
 def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = "r", **more: Any) -> Ask:
@@ -215,7 +174,7 @@ def grown_by_hand(
                 logits_of(context)[None],
                 [ask.sampling],
                 [len(context)],
-                torch.Generator().manual_seed(0),
+                generator(),
                 vocab_size=vocab_size,
                 num_children=growth.num_children,
                 sampled=growth.is_drawn,
@@ -254,22 +213,10 @@ def assert_rows_are_right(ask: Ask, result: Draft) -> None:
         )
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, DRAWN])
-def test_a_tree_is_what_computing_each_path_alone_would_grow(sampling: DraftSampling):
-    runner = tree_runner()
-    ask_ = tree_ask([1, 2, 3], length=4, max_nodes=9, sampling=sampling)
-    result = answers(drafter_over(runner), [ask_])["r"]
-    assert_point_masses_are_right(ask_, result, TreeConfig(branching=3))
-    assert len(result.token_ids) == 9
-    assert len(set(result.parents)) < 9, "it forks"
-    assert len(runner.batches) == 4, "one forward for each level"
-    assert max(batch.num_tokens for batch in runner.batches) <= 9
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # full attention, and a window of 8
 def test_trees_of_a_real_model_are_those_of_its_whole_sequences(architecture: str, tmp_path):
     model = make_model(architecture)
-    drafter = model_drafter(load(model, tmp_path), torch.Generator().manual_seed(0))
+    drafter = model_drafter(load(model, tmp_path), generator())
     [prompt] = random_sequences((21,))
     ask_ = tree_ask(prompt, length=3, max_nodes=10)
     result = answers(drafter, [ask_, tree_ask(prompt[:9], length=4, max_nodes=0, name="chain", ask_id=2)], 16)["r"]

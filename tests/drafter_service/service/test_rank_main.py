@@ -144,36 +144,6 @@ def test_a_loop_with_nothing_to_do_sleeps():
         assert len(loop.runner.batches) == 3 + 1 + 3
 
 
-def test_peers_with_the_same_request_id_are_told_apart():
-    with looping() as loop:
-        loop.say("v", open_(), commit())
-        loop.say("w", open_(token_ids=(1,)), commit(position=1, length=2))
-        loop.hear_until(lambda: len(loop.answers) == 2)
-        assert dict(loop.answers) == {"v": draft(), "w": draft(token_ids=(1,), length=2)}
-
-
-def test_a_commit_for_an_unknown_session_is_answered_by_resync():
-    with looping() as loop:
-        loop.say("v", commit("unknown"))
-        loop.hear_until(lambda: loop.answers)
-        assert loop.answers == [("v", Resync(request_id="unknown"))]
-
-
-def test_bad_frames_harm_their_own_session_only():
-    with looping() as loop:
-        loop.say("v", open_("good"), open_("bad"))
-        loop.say("v", b"\xc1 garbage", encode(commit("bad")).replace(b"position", b"poSition"))
-        loop.hear_until(lambda: loop.answers)
-        assert loop.answers == [("v", Resync(request_id="bad"))]
-        assert loop.engine.counters.num_bad_messages == 2
-        loop.say("v", commit("good"), commit("bad"))
-        loop.hear_until(lambda: len(loop.answers) == 3)
-        assert loop.answers[1:] == [("v", Resync(request_id="bad")), ("v", draft("good"))] or loop.answers[1:] == [
-            ("v", draft("good")),
-            ("v", Resync(request_id="bad")),
-        ]
-
-
 def test_a_peer_that_goes_away_is_forgotten_and_the_others_are_not():
     with looping() as loop:
         loop.say("v", open_())
