@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from exactness.small_engines import load
+from fakes.drafter_play import DRAWN, GREEDY, KEY, SEEDED, ask_of, draft_of
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
@@ -20,8 +22,6 @@ TEXT = (
     "the drafter guesses what the verifier would say, and the verifier says whether it was right; "
     "naïve façades déjà vu, 東京 und Grüße 🙂 all the same. "
 ) * 3
-KEY = SessionKey("v", "r")
-GREEDY = DraftSampling(temperature=0.0)
 
 
 def trained(vocab_size: int, corpus: str) -> FileTokenizer:
@@ -42,19 +42,8 @@ MAP = VocabularyMap.of(TARGET.vocabulary(), DRAFT.vocabulary(), target_vocab_siz
 SHARED_IDS = [token_id for token_id in range(340) if MAP.is_shared(token_id)]
 
 
-def ask(token_ids: Sequence[int], *, length: int = 6, ask_id: int = 1, **more) -> Ask:
-    return Ask(key=KEY, ask_id=ask_id, token_ids=list(token_ids), length=length, **{"sampling": GREEDY, **more})
-
-
-def answer(drafter: Drafter, one: Ask) -> Draft:
-    for _ in range(200):
-        results = drafter.draft([one], max_num_tokens=64)
-        drafter.check_integrity([KEY])
-        if results:
-            [result] = results
-            assert (result.request_id, result.round_id) == (one.key.request_id, one.ask_id)
-            return result
-    raise AssertionError("the draft does not become complete")
+def ask(token_ids: Sequence[int], *, length: int = 6, **more: Any) -> Ask:
+    return ask_of(list(token_ids), length=length, **more)
 
 
 class TextReader:
@@ -99,7 +88,7 @@ def test_the_tokenizers_differ() -> None:
     assert 256 <= MAP.num_shared < 340
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DraftSampling(temperature=1.0), DraftSampling(temperature=1.0, seed=4)])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, SEEDED])
 def test_drafts_are_the_targets_tokens_of_the_drafted_text(sampling: DraftSampling) -> None:
     """Every prefix of the text, one token at a time, cut characters included."""
     token_ids = TARGET.encode(TEXT)
@@ -107,7 +96,7 @@ def test_drafts_are_the_targets_tokens_of_the_drafted_text(sampling: DraftSampli
     drafter = text_drafter(inner)
     num_right = 0
     for end in range(1, len(token_ids)):
-        result = answer(drafter, ask(token_ids[:end], ask_id=end, sampling=sampling))
+        result = draft_of(drafter, ask(token_ids[:end], ask_id=end, sampling=sampling))
         assert (result.draft_probs, result.parents) == (None, None)
         assert len(result.token_ids) <= 6
         right = token_ids[end : end + len(result.token_ids)]
@@ -133,10 +122,10 @@ def test_a_long_text_is_not_encoded_again_and_again() -> None:
     token_ids = TARGET.encode(text)
     counting, inner = Counting(), TextReader(text, max_model_len=10_000)
     drafter = TextDrafter(inner, target_tokenizer=TARGET, draft_tokenizer=counting, target_vocab_size=340)
-    answer(drafter, ask(token_ids[:-40]))
+    draft_of(drafter, ask(token_ids[:-40]))
     counting.num_characters = 0
     for more in range(1, 40):
-        answer(drafter, ask(token_ids[: more - 40], ask_id=1 + more))
+        draft_of(drafter, ask(token_ids[: more - 40], ask_id=1 + more))
     assert counting.num_characters < 39 * 400, "the text has ten times as many"
     prefixes = [list(one.token_ids) for one in inner.asks[1:]]
     whole = DRAFT.encode(text)
@@ -147,10 +136,10 @@ def test_a_long_text_is_not_encoded_again_and_again() -> None:
 def test_another_prefix_starts_anew() -> None:
     drafter = text_drafter(TextReader(TEXT))
     token_ids = TARGET.encode(TEXT)
-    answer(drafter, ask(token_ids[:150]))
+    draft_of(drafter, ask(token_ids[:150]))
     other = TextReader("quite " + TEXT)
     drafter._inner = other
-    answer(drafter, ask(TARGET.encode("quite " + TEXT)[:150], ask_id=2))
+    draft_of(drafter, ask(TARGET.encode("quite " + TEXT)[:150], ask_id=2))
     assert len(other.asks) == 1
 
 
@@ -159,7 +148,7 @@ def test_a_token_that_would_have_been_merged_is_left_alone() -> None:
     [whole] = TARGET.encode(" the")
     parts = [TARGET.encode(" ")[0], *TARGET.encode("th")]
     assert TARGET.decode(parts) == " th"
-    result = answer(text_drafter(TextReader(" the verifier")), ask(parts, length=2))
+    result = draft_of(text_drafter(TextReader(" the verifier")), ask(parts, length=2))
     assert TARGET.decode([*parts, *result.token_ids]).startswith(" the")
     assert whole not in result.token_ids
 
@@ -167,10 +156,10 @@ def test_a_token_that_would_have_been_merged_is_left_alone() -> None:
 def test_forced_tokens_lead_and_are_part_of_the_text() -> None:
     token_ids = TARGET.encode(TEXT)
     inner = TextReader(TEXT)
-    result = answer(text_drafter(inner), ask(token_ids[:20], length=5, forced_ids=token_ids[20:23]))
+    result = draft_of(text_drafter(inner), ask(token_ids[:20], length=5, forced_ids=token_ids[20:23]))
     assert list(result.token_ids[:4]) == token_ids[20:24]
     assert DRAFT.decode(inner.asks[0].token_ids) == TARGET.decode(token_ids[:23])
-    forced_only = answer(text_drafter(inner), ask(token_ids[:20], length=2, forced_ids=token_ids[20:23]))
+    forced_only = draft_of(text_drafter(inner), ask(token_ids[:20], length=2, forced_ids=token_ids[20:23]))
     assert list(forced_only.token_ids) == token_ids[20:22]
 
 
@@ -178,9 +167,9 @@ def test_texts_without_room_or_tokens_get_empty_drafts() -> None:
     token_ids = TARGET.encode(TEXT)
     inner = TextReader(TEXT, max_model_len=10)
     drafter = text_drafter(inner)
-    assert answer(drafter, ask(token_ids[:40])).token_ids == ()
+    assert draft_of(drafter, ask(token_ids[:40])).token_ids == ()
     half_a_character = TARGET.encode("🙂")[:1]
-    assert answer(drafter, ask(half_a_character, ask_id=2)).token_ids == ()
+    assert draft_of(drafter, ask(half_a_character, ask_id=2)).token_ids == ()
     assert inner.asks == []
 
 
@@ -192,13 +181,13 @@ def test_the_draft_models_first_tokens_come_first() -> None:
 
     drafter = text_drafter(Begun(TEXT), first_ids=(7, 8))
     token_ids = TARGET.encode(TEXT)
-    assert answer(drafter, ask(token_ids[:30])).token_ids[:3] == tuple(token_ids[30:33])
+    assert draft_of(drafter, ask(token_ids[:30])).token_ids[:3] == tuple(token_ids[30:33])
 
 
 def test_a_released_session_is_forgotten_on_both_sides() -> None:
     inner = TextReader(TEXT)
     drafter = text_drafter(inner)
-    answer(drafter, ask(TARGET.encode(TEXT)[:30]))
+    draft_of(drafter, ask(TARGET.encode(TEXT)[:30]))
     with pytest.raises(AssertionError, match="text of a session"):
         drafter.check_integrity([])
     drafter.release(KEY)
@@ -246,12 +235,12 @@ def test_unknown_committed_tokens_are_spelled_out(draft) -> None:
     token_ids = TARGET.encode(TEXT)[:60]
     assert any(not MAP.is_shared(token_id) for token_id in token_ids)
     drafter = intersection_drafter(Listening())
-    answer(drafter, ask(token_ids[:50], length=1))
+    draft_of(drafter, ask(token_ids[:50], length=1))
     assert DRAFT.decode(seen[0]) == TARGET.decode(token_ids[:50]).rstrip("\ufffd")
     computed = list(seen[0])
     for end in range(51, 60):
         seen.clear()
-        answer(drafter, ask(token_ids[:end], length=1, ask_id=end))
+        draft_of(drafter, ask(token_ids[:end], length=1, ask_id=end))
         assert sum(map(len, seen)) <= 6, "the KV of what is known is kept"
     assert len(computed) != 50, "positions in the two vocabularies differ"
 
@@ -259,6 +248,6 @@ def test_unknown_committed_tokens_are_spelled_out(draft) -> None:
 def test_forced_tokens_that_the_draft_model_does_not_know_end_the_forcing(draft) -> None:
     unknown = next(token_id for token_id in range(340) if not MAP.is_shared(token_id))
     known = SHARED_IDS[5]
-    result = answer(intersection_drafter(draft), ask([known, known], length=3, forced_ids=(known, unknown)))
+    result = draft_of(intersection_drafter(draft), ask([known, known], length=3, forced_ids=(known, unknown)))
     assert result.token_ids[0] == known
     assert len(result.token_ids) == 3
