@@ -51,7 +51,6 @@ def draft_of(drafter: Drafter, ask: Ask, *, budget: int = 256) -> Draft:
 def require_valid(ask: Ask, draft: Draft, vocab_size: int) -> None:
     """Raise `AssertionError` where a verifier would drop a draft, or it is another's."""
     assert (draft.request_id, draft.round_id) == (ask.key.request_id, ask.ask_id)
-    assert draft.position == len(ask.token_ids)
     assert draft.confidences is None or len(draft.confidences) == len(draft.token_ids)
     limits = {"max_length": ask.length, "max_nodes": ask.max_nodes}
     assert check_draft(draft, draft_vocab_size=vocab_size, **limits) is None

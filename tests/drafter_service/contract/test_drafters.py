@@ -1,4 +1,4 @@
-"""What every drafter promises, by every method: `tiny/methods.py` has the methods and their laws."""
+"""What every drafter promises, by every method: `tests/tiny/drafting/methods.py` has the methods and their laws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sparse_rows import quantised_rows
-from tiny.methods import CASES, WIDE, Case
+from tiny.drafting.methods import CASES, WIDE, Case
 from tiny.verified import target_probs
 
 SAMPLED = DraftSampling(temperature=0.9, top_p=0.95)

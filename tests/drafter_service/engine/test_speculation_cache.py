@@ -17,8 +17,8 @@ from outrider.drafter_service.engine.spare_time import TRIED_ANSWERS
 from outrider.drafter_service.engine.speculation_cache import BranchingChain
 from outrider.drafter_service.engine.tree_growth import Growth
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
+from tiny.drafting.running_ahead import FEW, GREEDY, LENGTH, PROMPT, Ahead, drafts_in
 from tiny.heads import VOCAB_SIZE, SlowDrafting, greedy_chain, states_of
-from tiny.running_ahead import FEW, GREEDY, LENGTH, PROMPT, Ahead, drafts_in
 
 DRAWN = DraftSampling(temperature=1.0)
 SEEDED = DraftSampling(temperature=1.0, seed=4)

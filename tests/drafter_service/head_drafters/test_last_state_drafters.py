@@ -18,7 +18,7 @@ from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.verifier_service.messages.draft import Commit, DraftSampling, Open, States
-from tiny.methods import CASES, HIDDEN_SIZE, NUM_GUESSES, last_state, medusa_heads, mlp_speculator
+from tiny.drafting.methods import CASES, HIDDEN_SIZE, NUM_GUESSES, last_state, medusa_heads, mlp_speculator
 
 
 def medusa(heads: MedusaHeads, **options: Any) -> MedusaDrafter:

@@ -152,18 +152,17 @@ def checkpoint(root: Path, method: Method, seed: int) -> Path:
     return masked_draft_model(folder, folder) if method is Method.PARALLEL_DRAFT else folder
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_tree_nodes": 6}], ids=["chains", "trees"])
 @pytest.mark.parametrize("method", [*HEADS, *MODELS], ids=str)
-def test_it_drafts_as_one_that_started_with_the_weights(root: Path, method: Method, shape: dict[str, Any]) -> None:
+def test_it_drafts_as_one_that_started_with_the_weights(root: Path, method: Method) -> None:
     old, new = (checkpoint(root, method, seed) for seed in (0, 1))
-    served = Served(root / "target", method, old, **shape)
+    served = Served(root / "target", method, old)
     before = served.drafts("before")
     served.begin("running")
     served.finish(max_steps=4)
     assert served.update(new, "v1") == ControlResult(call_id="u", weight_version="v1")
     running = served.finish()
     after = served.drafts("after")
-    fresh = Served(root / "target", method, new, **shape)
+    fresh = Served(root / "target", method, new)
     wanted = fresh.drafts("after")
     assert (after == wanted, len(wanted) > 20) == (True, True)
     whole = fresh.drafts("running")

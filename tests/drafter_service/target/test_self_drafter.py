@@ -30,9 +30,9 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.model.runner import ParallelRunner
-from tiny.methods import tiny_target
+from tiny.drafting.methods import tiny_target
+from tiny.drafting.self_drafting import BLOCK_SIZE, EXIT_LAYER, GREEDY_PARAMS, NUM_BLOCKS, NUM_NODES, TinyTarget
 from tiny.models import full_logits, random_sequences
-from tiny.self_drafting import BLOCK_SIZE, EXIT_LAYER, GREEDY_PARAMS, NUM_BLOCKS, NUM_NODES, TinyTarget
 
 LENGTH = 4
 

@@ -36,9 +36,9 @@ from outrider.drafter_service.service.plugin_drafter import PluginDrafter
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
 from tiny.dflash import dflash_head, slow_block
 from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
+from tiny.drafting.self_drafting import EXIT_LAYER, TinyTarget
 from tiny.heads import SlowDrafting, eagle3_head, eagle_head, mtp_head, states_of
 from tiny.models import full_logits
-from tiny.self_drafting import EXIT_LAYER, TinyTarget
 
 PROMPTS = ([1, 2, 3, 4, 1, 2], [5, 1, 2, 1, 2], [6, 5, 4, 6], [2, 2])
 TOP_N = 8
