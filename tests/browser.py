@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 from starlette.types import ASGIApp
+
+from support.waiting import wait_until
 
 WAIT_S = 30.0
 
@@ -120,15 +121,8 @@ def serving(app: ASGIApp) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.started)
+        wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)

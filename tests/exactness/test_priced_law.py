@@ -17,7 +17,7 @@ import torch
 
 from exactness import law
 from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Population, weight_of
-from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
+from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.experts.routing import ExpertRouting
@@ -31,6 +31,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.schedule import first_nodes
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support.clock import Clock
 
 ALPHA = 1e-4
 NUM_DRAWS, NUM_SEEDED_DRAWS = 12_000, 1_500
@@ -70,7 +71,7 @@ class TimedTarget(ScriptedTarget):
 
     def __init__(self) -> None:
         super().__init__(TARGET_LAWS, num_blocks=4096, block_size=4)
-        self.clock, self.num_steps = VirtualClock(), 0
+        self.clock, self.num_steps = Clock(), 0
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self.num_steps += 1

@@ -14,8 +14,9 @@ import torch
 import uvicorn
 
 from outrider.verifier_service.model.ranks import free_port
+from support.waiting import until
 from tiny.models import make_model
-from tiny.trained_fleet import trained_fleet, until
+from tiny.trained_fleet import trained_fleet
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo.py"
 EXAMPLE: dict[str, Any] = runpy.run_path(str(PATH))

@@ -11,12 +11,9 @@ from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from services.served_app import served
+from support.waiting import healthy
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_client.py"))
-
-
-async def healthy() -> bool:
-    return True
 
 
 def test_it_lists_the_model_streams_and_steers_speculation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     TokenLogprobs,
 )
+from support.clock import Clock
 
 EOS = "<|end|>"
 CHAT_TEMPLATE = (
@@ -192,17 +193,6 @@ def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprobs | None, 
     return (None, *(fake_logprobs(id_, num_top) for id_ in request.prompt_token_ids[1:]))
 
 
-class TickingClock:
-    """A clock that advances by one second every time it is read."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
-
-
 def build_gateway(
     backend: FakeBackend,
     tokenizer: PreTrainedTokenizerFast,
@@ -242,7 +232,7 @@ def build_gateway(
         tokenizer,
         backend,
         metrics,
-        TickingClock(),
+        Clock(tick_s=1.0),
         fleet_load=fleet_load,
         memory=memory,
         prefills=prefills,

@@ -67,12 +67,6 @@ async def outputs_of(backend: Backend, request: GenerationRequest) -> AsyncGener
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 # --- the router ---
 
 

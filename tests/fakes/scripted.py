@@ -43,6 +43,7 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support.clock import Clock
 
 PERIOD = 3  # tokens of one independent draw
 DRAFTER_ID = "scripted"
@@ -329,15 +330,7 @@ class Result:
     fallbacks: dict[str, int] = field(default_factory=dict)
 
 
-class VirtualClock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def make_engine(scenario: Scenario, drafts: RelayDraftClient, clock: VirtualClock) -> VerifierEngine:
+def make_engine(scenario: Scenario, drafts: RelayDraftClient, clock: Clock) -> VerifierEngine:
     target = ScriptedTarget(scenario.laws, num_blocks=scenario.num_blocks, block_size=scenario.block_size)
     limits = {"max_model_len": target.max_model_len, "vocab_size": target.vocab_size}
     config = SchedulerConfig(max_num_batched_tokens=1 << 16, max_num_seqs=scenario.max_num_seqs, **limits)
@@ -357,7 +350,7 @@ class Driver:
         self._is_late = scenario.is_late
         self._max_num_seqs = scenario.max_num_seqs
         self._link = link
-        self._clock = VirtualClock()
+        self._clock = Clock()
         self._drafts = drafts
         self._late: list[Relay | PeerState] = []
         self.engine = make_engine(scenario, self._drafts, self._clock)

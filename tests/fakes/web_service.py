@@ -23,6 +23,7 @@ from outrider.verifier_service.messages.request import (
     RequestOutput,
     SpeculationMetrics,
 )
+from support.waiting import healthy
 
 ATTACK = "<img src=x onerror=\"document.title='owned'\">"
 NUM_DRAFT_TOKENS = 3
@@ -95,7 +96,7 @@ class Service:
 
     def api(self) -> ASGIApp:
         gateway = build_gateway(self.drafting, self.tokenizer, max_model_len=MAX_MODEL_LEN, fleet_load=self._load)
-        return build_api(gateway, is_healthy, reply_syntax=SYNTAX)
+        return build_api(gateway, healthy, reply_syntax=SYNTAX)
 
     def _load(self) -> dict[str, Any]:
         return fleet_load(self.snapshot, DECIDED_AT_S + 0.5)
@@ -125,7 +126,3 @@ def build_service(chat_template: str | None = CHAT_TEMPLATE) -> Service:
     tokenizer = build_tokenizer(chat_template)
     tokenizer.add_tokens([ATTACK])
     return Service(tokenizer)
-
-
-async def is_healthy() -> bool:
-    return True

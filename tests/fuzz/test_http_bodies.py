@@ -35,13 +35,10 @@ from outrider.cluster.api.openai.messages import OWN_NAMES
 from outrider.cluster.api.request_ids import RequestIdMiddleware
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import GenerationRequest
+from support.waiting import healthy
 
 STATUSES = frozenset({200, 400, 404, 405, 413})
 ALIASES = {"disable_spec_decode": "disable_speculative_decoding"}
-
-
-async def healthy() -> bool:
-    return True
 
 
 def few_tokens(request: GenerationRequest) -> list[list[int]]:

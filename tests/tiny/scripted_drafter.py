@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DraftNeeds, DraftSampling, Open
+from support.clock import Clock
 
 VOCAB_SIZE = 100
 GREEDY = DraftSampling(temperature=0.0)
@@ -44,13 +45,6 @@ class ScriptedDrafter:
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Nothing is kept."""
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def scripted_engine(drafter: ScriptedDrafter, clock: Clock | None = None, **limits: float) -> DraftEngine:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
@@ -48,6 +48,7 @@ from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import LogprobsMode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.refit.rank_weights import RankWeights
+from support.waiting import until
 from tiny.models import VOCAB_SIZE, make_model
 
 MAX_MODEL_LEN = 256
@@ -159,12 +160,6 @@ class TrainedFleet:
         self.verifiers.append(verifier)
         await until(lambda: any(report.verifier_id == name for report in self.fleet.verifiers))
         return verifier
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -48,6 +48,7 @@ from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.messages.engine import UpdateWeights
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.wire import encode
+from support.waiting import healthy
 from tiny.played_learners import PlayedLearner
 
 OPEN, CLIENT, ADMIN = "open", "client", "admin"
@@ -116,10 +117,6 @@ class NoVerifier:
 
 async def nobody(endpoint: str, message: object) -> NoReturn:
     raise AssertionError("there is no verifier")
-
-
-async def healthy() -> bool:
-    return True
 
 
 @pytest.fixture

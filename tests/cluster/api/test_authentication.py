@@ -23,16 +23,13 @@ from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from services.certificates import Certificates
+from support.waiting import healthy
 
 KEY = "sk-right"
 WRONG_KEY = "sk-wrong"
 KEYS = ApiKeys([hash_api_key("sk-another"), hash_api_key(KEY)])
 BODY = {"model": "tiny", "prompt": "the", "max_tokens": 4}
 REQUEST = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=4))
-
-
-async def is_healthy() -> bool:
-    return True
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def backend(tokenizer) -> FakeBackend:
 
 @pytest.fixture
 def guarded(tokenizer, backend: FakeBackend) -> ApiKeyMiddleware:
-    return ApiKeyMiddleware(build_api(build_gateway(backend, tokenizer), is_healthy), KEYS)
+    return ApiKeyMiddleware(build_api(build_gateway(backend, tokenizer), healthy), KEYS)
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +204,7 @@ async def openai_client(
 async def test_the_openai_client_streams_while_tokens_are_generated(tokenizer, certificates: Certificates):
     """The backend waits for ever after its first token, which nevertheless arrives; leaving stops it."""
     backend = FakeBackend(lambda _: [tokenizer.encode("fox"), None])
-    guarded = ApiKeyMiddleware(build_api(build_gateway(backend, tokenizer), is_healthy), KEYS)
+    guarded = ApiKeyMiddleware(build_api(build_gateway(backend, tokenizer), healthy), KEYS)
     async with asyncio.timeout(20), openai_client(guarded, certificates, KEY) as client:
         stream = await client.completions.create(**BODY, stream=True)
         assert (await anext(stream)).choices[0].text == "fox"

@@ -25,23 +25,14 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
+from support.stack import Stack
+from support.waiting import until
 
 
 @asynccontextmanager
 async def serving(backend, tokenizer, **options):
-    running = await start_grpc_server(build_gateway(backend, tokenizer, **options), "127.0.0.1:0")
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
-    try:
-        yield running, channel, generation_pb2_grpc.InferenceStub(channel)
-    finally:
-        await channel.close()
-        await running.server.stop(None)
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
+    async with Stack(backend, tokenizer=tokenizer, **options).rpc() as rpc:
+        yield rpc.running, rpc.channel, generation_pb2_grpc.InferenceStub(rpc.channel)
 
 
 async def test_stream_and_unary_agree(tokenizer):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import zipfile
@@ -35,6 +34,7 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
+from support.waiting import until
 
 FLEET = {
     "verifiers": [
@@ -54,12 +54,6 @@ async def serving(gateway, **options):
     finally:
         await channel.close()
         await running.server.stop(None)
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def asks(*ids, stream=True, request_id="r", **sampling):

@@ -16,14 +16,11 @@ from outrider.cluster.common.errors import Overloaded
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
 from outrider.verifier_service.model.ranks import free_port
 from services.served_app import served
+from support.waiting import healthy
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 ANSWER = "the quick\x1b[2J fox"
 SHOWN = "the quick�[2J fox"  # the terminal is not cleared
-
-
-async def healthy() -> bool:
-    return True
 
 
 @pytest.fixture

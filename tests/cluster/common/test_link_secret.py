@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.messages.engine import EngineUpdate, PauseMode
 from outrider.verifier_service.messages.handover import KVSource, KVTerms, PullKV
 from outrider.verifier_service.messages.link import Hello
+from support.waiting import until
 
 SECRET = "0123456789abcdef" * 2
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=9)
@@ -79,12 +80,6 @@ async def recording() -> AsyncIterator[tuple[Recorder, str]]:
     await server.start()
     yield recorder, f"127.0.0.1:{port}"
     await server.stop(None)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class OneFleet:

@@ -22,6 +22,7 @@ from outrider.cluster.gateway.admission import (
     refusal,
 )
 from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy
+from support.clock import Clock
 
 POLICY = RouterPolicy()
 LIMIT = 100
@@ -126,13 +127,6 @@ def test_come_back_after_the_time_that_the_queue_takes_now(own: dict[str, Any], 
     refused = ask(snapshot_of("v", num_waiting=100), **own)
     assert refused is not None
     assert refused.retry_after_s == pytest.approx(retry_after_s)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def begin_one(turnover: Turnover, clock: Clock, *, after_s: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from outrider.verifier_service.messages.engine import (
     UpdateWeights,
 )
 from outrider.verifier_service.messages.request import SpeculationPlan
+from support.waiting import until
 
 
 class Fleet:
@@ -205,7 +206,7 @@ async def test_of_two_changes_at_once_the_second_is_refused_and_the_end_of_a_gro
         fleet.may_answer.clear()
         calls = await changes(fleet.control)
         first = asyncio.create_task(calls.pop(number))
-        await wait_until(lambda: fleet.calls)
+        await until(lambda: fleet.calls)
         for second in calls:
             with pytest.raises(Conflict, match="another change"):
                 await second
@@ -219,17 +220,11 @@ async def test_of_two_changes_at_once_the_second_is_refused_and_the_end_of_a_gro
         fleet.calls.clear()
 
 
-async def wait_until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 async def test_the_same_change_again_while_it_goes_on_is_that_change():
     fleet = Fleet(verifier_report("a"))
     fleet.may_answer.clear()
     first, again = (asyncio.create_task(fleet.control.update_from_folder("f", "7")) for _ in range(2))
-    await wait_until(lambda: fleet.calls)
+    await until(lambda: fleet.calls)
     with pytest.raises(Conflict):
         await fleet.control.update_from_folder("g", "7")
     first.cancel()  # its client has hung up; the verifiers go on

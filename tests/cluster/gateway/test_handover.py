@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from fakes.played_fleet import PLAN, REQUEST, Fleet, PlayedVerifier, fleet_of, snapshot_of, tokens_of, until
+from fakes.played_fleet import PLAN, REQUEST, Fleet, PlayedVerifier, fleet_of, snapshot_of, tokens_of
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway import handover
 from outrider.cluster.gateway.kv_transfer import KeptOutput, prompt_digest
@@ -31,6 +31,7 @@ from outrider.verifier_service.messages.request import (
     TokenLogprobs,
 )
 from outrider.verifier_service.messages.requests_link import Accepted, Refused
+from support.waiting import until
 
 DIES, HANGS = object(), object()
 EOS = 96

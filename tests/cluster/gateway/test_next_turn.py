@@ -23,13 +23,10 @@ from outrider.cluster.gateway.routed_backend import AFFINITY_PREFIX_TOKENS
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from support.waiting import healthy
 
 FORGETS = CHAT_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
 ASKED = {"role": "user", "content": "fox"}
-
-
-async def is_healthy() -> bool:
-    return True
 
 
 def client_of(app: ASGIApp) -> httpx.AsyncClient:
@@ -64,7 +61,7 @@ class Chats:
     async def ask(self, path: str = "/v1/chat/completions", **body: Any) -> list[str]:
         """Return the texts that are prefilled after an answer."""
         content = {"input": "fox"} if path == "/v1/responses" else {"messages": [ASKED]}
-        async with client_of(build_api(self.gateway, is_healthy)) as client:
+        async with client_of(build_api(self.gateway, healthy)) as client:
             answer = await client.post(path, json={"model": "tiny", **content, **body})
         assert answer.status_code == 200, answer.text
         await self.gateway.next_turn.settle()
@@ -119,7 +116,7 @@ async def test_what_may_not_be_kept_or_has_no_one_next_turn_is_left_out(body: di
 async def test_a_key_that_keeps_nothing_prefills_nothing():
     chats = Chats("the dog")
     keys = ApiKeys((f"{hash_api_key('silent')}:never", f"{hash_api_key('salted')}:salted"))
-    app = ApiKeyMiddleware(build_api(chats.gateway, is_healthy), keys)
+    app = ApiKeyMiddleware(build_api(chats.gateway, healthy), keys)
     async with client_of(app) as client:
         for key in ("silent", "salted"):
             headers = {"authorization": f"Bearer {key}"}
@@ -137,7 +134,7 @@ async def test_after_a_tool_call_nothing_is_prefilled():
     chats = Chats('See.\n<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_call>')
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    app = build_api(chats.gateway, is_healthy, reply_syntax=ReplySyntax(tool_call_parser="hermes"))
+    app = build_api(chats.gateway, healthy, reply_syntax=ReplySyntax(tool_call_parser="hermes"))
     async with client_of(app) as client:
         body = {"model": "tiny", "messages": [ASKED], "tools": [tool]}
         answer = (await client.post("/v1/chat/completions", json=body)).json()

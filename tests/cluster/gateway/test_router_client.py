@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from fakes.played_fleet import HANGS, Handle, news_of, snapshot_of, until
+from fakes.played_fleet import HANGS, Handle, news_of, snapshot_of
 from outrider.cluster.common.errors import Unavailable
 from outrider.cluster.gateway import router_client
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.router.fleet import FleetSnapshot, RouteAsk
 from outrider.cluster.router.news import FleetNews, NewsAsk
 from outrider.verifier_service.messages.wire import encode
+from support.waiting import until
 
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fakes.played_fleet import PLAN, Fleet, outputs_of, tokens_of, until
+from fakes.played_fleet import PLAN, Fleet, outputs_of, tokens_of
 from outrider.cluster.gateway.kv_transfer import KeptOutput
 from outrider.cluster.router.fleet import Assignment, PlacementReason, RouteAsk
 from outrider.verifier_service.messages.handover import HandOver
 from outrider.verifier_service.messages.request import GenerationRequest
+from support.waiting import until
 from tiny.handing import HandingEngine, ask, prompts
 from tiny.handing_ports import Served
 

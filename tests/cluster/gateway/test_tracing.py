@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from fakes.backend import TickingClock
 from outrider.cluster.common.errors import Unavailable
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput
 from outrider.cluster.gateway.tracing import Tracing
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, StepTiming
+from support.clock import Clock
 
 PROMPT = (5, 6, 7)
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -74,7 +74,7 @@ class Scene:
         self.backend = TimedBackend(failure)
         model = ModelInfo(name="tiny", max_model_len=64, vocab_size=len(tokenizer), eos_token_ids=(), created=0)
         metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-        self.gateway = Gateway(model, tokenizer, self.backend, metrics, TickingClock(), tracing=self.tracing)
+        self.gateway = Gateway(model, tokenizer, self.backend, metrics, Clock(tick_s=1.0), tracing=self.tracing)
 
     async def run(self, **fields) -> None:
         request = await self.gateway.parse(RequestInput(prompt=PROMPT, request_id="r", max_tokens=9, **fields))

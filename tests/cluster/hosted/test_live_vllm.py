@@ -11,7 +11,7 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
 from outrider.drafter_service import embedded
 from outrider.lab.peers.process import Peer, PeerProcess
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from support.waiting import wait_until
 
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8
 MAX_MODEL_LEN = 256
@@ -105,13 +106,6 @@ def is_planned(pool: PlayedPool, name: str) -> bool:
 
 def drafters(pool: PlayedPool) -> list[KnowingDrafter]:
     return list(pool.drafters.values())
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_drafts_from_the_pool_are_accepted_and_change_no_token(drafting, pool, plain):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from fakes.played_pool import Mood, PlayedPool
 from outrider.drafter_service import embedded
 from outrider.lab.peers.process import Peer, PeerError, PeerProcess
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from support.waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("vllm_v2.py")
 PREEMPTED, SEEDED_START = "a request was preempted", 0  # as the script has them
@@ -110,13 +111,6 @@ def drafting(pool, log) -> Iterator[PeerProcess]:
 def counters(pool: PlayedPool):
     (verifier,) = pool.snapshot().verifiers
     return verifier.report.load.counters
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_drafts_are_accepted_and_change_no_token_whoever_waits_or_is_preempted(drafting, pool, plain, log):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, Hello, frame_of
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 
 HELLO = Hello(verifier_id="v0", epoch=7, vocab_size=5)
 TIMEOUT_S = 30.0
@@ -93,12 +94,6 @@ class Side:
             Commit(request_id=request_id, round_id=1, position=3, token_ids=(), max_length=4),
         )
         self.connection.send([Relay(peer=DRAFTER_ID, payload=encode(message)) for message in messages])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

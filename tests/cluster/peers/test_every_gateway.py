@@ -29,12 +29,9 @@ from outrider.cluster.peers.registry import EXPIRE_AFTER_S, MEET_INTERVAL_S, Reg
 from outrider.cluster.replicas.engine_host import open_port
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc, link_pb2, link_pb2_grpc
+from support.waiting import healthy, until
 
 TOKENIZER = build_tokenizer(BRACKETS)
-
-
-async def healthy() -> bool:
-    return True
 
 
 class PlayedGateway:
@@ -111,12 +108,6 @@ async def service(*gateways: PlayedGateway) -> AsyncIterator[Registry]:
     finally:
         for gateway in gateways:
             await gateway.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_response_is_found_continued_and_removed_through_any_gateway():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from outrider.proto.link_pb2_grpc import DrafterDirectoryStub, add_DrafterDirect
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, Hello, frame_of
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 
 TIMEOUT_S = 30.0
 DIRECTIVE = Directive(
@@ -81,12 +82,6 @@ async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
         with contextlib.suppress(grpc.aio.AioRpcError):
             assert await call.read() is grpc.aio.EOF
         return await call.code(), await call.details()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_each_report_goes_to_the_router_and_its_directive_comes_back():

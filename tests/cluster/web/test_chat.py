@@ -8,8 +8,9 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from browser import Page, opened, until
+from browser import Page, opened
 from fakes.web_service import ATTACK, Service, build_service
+from support.waiting import wait_until
 
 ANSWER = "#messages li:last-child .content"
 STATUS = "#chat-status"
@@ -46,7 +47,7 @@ def test_a_new_chat_forgets_and_stops_what_is_under_way(page: Page, service: Ser
     page.set("#message", "who?" + Keys.ENTER)
     page.wait(lambda: page.texts(ANSWER) == ["abc"])
     page.find("#new-chat").click()
-    until(lambda: service.backend.cancelled)
+    wait_until(lambda: service.backend.cancelled)
     page.wait(lambda: page.texts("#messages li") == [])
     assert page.figures("#chat-figures") == {}
     service.say("a dog")
@@ -65,7 +66,7 @@ def test_what_was_stopped_stays_in_the_history(page: Page, service: Service, by_
     else:
         page.find("#chat-stop").click()
     page.wait_for_status("stopped", STATUS)
-    until(lambda: service.backend.cancelled)
+    wait_until(lambda: service.backend.cancelled)
     assert page.texts("#messages .content") == ["who?", "abcd"]
     assert page.find("#send").is_enabled()
     assert not page.find("#chat-stop").is_enabled()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from browser import Page, until
+from browser import Page
 from fakes.web_service import ATTACK, Service
+from support.waiting import wait_until
 
 
 def test_streamed_tokens_are_coloured_by_origin(page: Page, service: Service):
@@ -43,7 +44,7 @@ def test_what_is_not_asked_for_is_left_to_the_service_and_speculation_can_be_off
     page.find("#speculation").click()
     assert not page.find("#draft-length").is_enabled()
     page.find("#generate").click()
-    until(lambda: len(service.backend.requests) == 2)
+    wait_until(lambda: len(service.backend.requests) == 2)
     on, off = (request.sampling for request in service.backend.requests)
     assert (on.num_speculative_tokens, on.seed) == (None, None)
     assert off.num_speculative_tokens == 0
@@ -68,7 +69,7 @@ def test_stopping_cancels_the_generation(page: Page, service: Service, by_keyboa
     else:
         page.find("#stop").click()
     page.wait_for_status("stopped")
-    until(lambda: service.backend.cancelled)
+    wait_until(lambda: service.backend.cancelled)
     assert page.text("#output") == "abcde"
     assert page.find("#generate").is_enabled()
     assert not page.find("#stop").is_enabled()

@@ -7,8 +7,9 @@ import re
 import pytest
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from browser import Page, opened, until
+from browser import Page, opened
 from fakes.web_service import Service, build_service, in_steps, is_plain
+from support.waiting import wait_until
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 STATUS = "#race-status"
@@ -104,7 +105,7 @@ def test_stopping_stops_both_lanes(page: Page, service: Service, ids: list[int])
     page.wait(lambda: len(page.tokens("#lane-on .output")) == len(page.tokens("#lane-off .output")) == 5)
     page.find("#race-stop").click()
     page.wait_for_status("stopped", STATUS)
-    until(lambda: len(service.backend.cancelled) == 2)
+    wait_until(lambda: len(service.backend.cancelled) == 2)
     assert not page.find("#lane-on .badge").is_displayed()
 
 
@@ -112,7 +113,7 @@ def test_a_lane_that_fails_ends_the_race(page: Page, service: Service, ids: list
     service.steps, service.plain_steps = [ids[:2], RuntimeError("broken")], [ids[:2], None]
     page.open("playground", "race")
     page.find("#race-start").click()
-    until(lambda: service.backend.cancelled)
+    wait_until(lambda: service.backend.cancelled)
     page.wait(page.find("#race-start").is_enabled)
     assert page.find(STATUS).get_attribute("data-kind") == "bad"
 

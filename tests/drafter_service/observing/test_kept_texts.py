@@ -23,7 +23,8 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     States,
 )
-from tiny.scripted_drafter import Clock, ScriptedDrafter, commit, open_, say, scripted_engine
+from support.clock import Clock
+from tiny.scripted_drafter import ScriptedDrafter, commit, open_, say, scripted_engine
 
 PROMPT, NEW = (1, 2, 3), (40, 41, 42, 43, 44)
 ALL = SetLearning(call_id="s", sample_share=1.0)

@@ -12,6 +12,7 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
 from services.served_app import served
+from support.waiting import healthy
 
 TEMPLATE = (
     "{% for t in tools %}<{{ t.function.name }}>{% endfor %}"
@@ -43,10 +44,6 @@ def double(number: int) -> int:
 def name_of(number: int) -> str:
     """Name a number."""
     return {10: "ten"}[number]
-
-
-async def healthy():
-    return True
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

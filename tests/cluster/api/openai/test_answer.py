@@ -17,6 +17,7 @@ from outrider.cluster.api.openai.format import ShownChoice, error_object
 from outrider.cluster.client.openai_client import stream_events
 from outrider.cluster.common.errors import OutriderError, RequestFailed, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
+from support.waiting import healthy
 
 SEPARATED = "a\x85b\u2028c\u2029d日"  # Python's splitlines, and with it httpx's iter_lines, splits at each
 DOORS = {
@@ -26,10 +27,6 @@ DOORS = {
     "/v1/messages": {"messages": [{"role": "user", "content": SEPARATED}], "max_tokens": 64},
 }
 Message = dict[str, Any]
-
-
-async def healthy() -> bool:
-    return True
 
 
 @pytest.mark.parametrize("path", DOORS)

@@ -4,13 +4,11 @@ import asyncio
 import dataclasses
 import json
 import math
-from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from fakes.backend import (
     EOS,
@@ -33,17 +31,15 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
+from support.stack import Stack
+from support.waiting import healthy
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 TEXT = "größer 日本"
 
 
-async def healthy():
-    return True
-
-
 def client_of(backend, tokenizer, is_healthy=healthy):
-    return client_to(build_gateway(backend, tokenizer), is_healthy)
+    return Stack(backend, tokenizer=tokenizer, is_healthy=is_healthy).client()
 
 
 def client_to(gateway, is_healthy=healthy, **options):
@@ -51,19 +47,8 @@ def client_to(gateway, is_healthy=healthy, **options):
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 
-@asynccontextmanager
-async def serving(backend, tokenizer):
-    app = build_api(build_gateway(backend, tokenizer), healthy)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await task
+def serving(backend, tokenizer):
+    return Stack(backend, tokenizer=tokenizer).serving()
 
 
 @pytest.fixture

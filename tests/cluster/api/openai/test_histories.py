@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
+from support.waiting import healthy
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
@@ -21,10 +22,6 @@ TEMPLATE = (
 )
 ASKED = {"role": "user", "content": "fox"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-
-
-async def healthy():
-    return True
 
 
 class Service:

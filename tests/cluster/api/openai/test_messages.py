@@ -19,6 +19,7 @@ from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.cluster.common.errors import Overloaded, RequestFailed, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
+from support.waiting import healthy
 
 TEMPLATE = (
     "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
@@ -30,10 +31,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_c
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "d", "input_schema": SCHEMA}
 HI: dict[str, Any] = {"model": "tiny", "max_tokens": 64, "messages": [{"role": "user", "content": "fox"}]}
-
-
-async def healthy() -> bool:
-    return True
 
 
 class Door:

@@ -13,6 +13,7 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
 from outrider.verifier_service.messages.thought import Thought
+from support.waiting import healthy
 
 ASKED = {"role": "user", "content": "what does <think> mean?"}
 FORM = {
@@ -22,10 +23,6 @@ FORM = {
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
-
-
-async def healthy():
-    return True
 
 
 class Service:

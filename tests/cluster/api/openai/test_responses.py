@@ -23,14 +23,11 @@ from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.common.errors import RequestFailed, ResponseNotFound, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
+from support.waiting import healthy
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
-
-
-async def healthy():
-    return True
 
 
 @pytest.fixture

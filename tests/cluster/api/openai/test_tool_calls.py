@@ -22,6 +22,7 @@ from fakes.backend import (
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
+from support.waiting import healthy
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "größer"}}\n</tool_call>'
 TOOL = {
@@ -39,10 +40,6 @@ TEMPLATE = (
     "{% endfor %}{{ effort_mark }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 HERMES = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
-
-
-async def healthy():
-    return True
 
 
 @pytest.fixture

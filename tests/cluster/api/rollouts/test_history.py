@@ -19,12 +19,9 @@ from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.history import filed_under, prompt_hash
 from outrider.verifier_service.messages.request import GenerationRequest
+from support.waiting import healthy
 
 LINES = {"content-type": "application/jsonl"}
-
-
-async def healthy() -> bool:
-    return True
 
 
 class Door:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tiny.trained_fleet import TrainedFleet, trained_fleet, until
+from support.waiting import until
+from tiny.trained_fleet import TrainedFleet, trained_fleet
 
 BODY = {"input_ids": [5, 9, 13], "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
 

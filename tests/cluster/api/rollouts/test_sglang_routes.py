@@ -25,9 +25,10 @@ from outrider.cluster.gateway.fleet_control import FleetControl
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import SpeculationMetrics
+from support.waiting import healthy, until
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
-from tiny.trained_fleet import TrainedFleet, trained_fleet, until
+from tiny.trained_fleet import TrainedFleet, trained_fleet
 
 PROMPT = [5, 9, 13, 21, 34]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -38,10 +39,6 @@ LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 async def fleet(tmp_path: Path) -> AsyncIterator[TrainedFleet]:
     async with trained_fleet(tmp_path) as fleet:
         yield fleet
-
-
-async def healthy() -> bool:
-    return True
 
 
 async def nobody(endpoint: str, message: object) -> NoReturn:
