@@ -23,6 +23,7 @@ from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from services.certificates import Certificates
+from support.stack import Stack
 from support.waiting import healthy
 
 KEY = "sk-right"
@@ -39,7 +40,7 @@ def backend(tokenizer) -> FakeBackend:
 
 @pytest.fixture
 def guarded(tokenizer, backend: FakeBackend) -> ApiKeyMiddleware:
-    return ApiKeyMiddleware(build_api(build_gateway(backend, tokenizer), healthy), KEYS)
+    return ApiKeyMiddleware(Stack(backend, tokenizer=tokenizer).app, KEYS)
 
 
 @contextlib.asynccontextmanager

@@ -13,20 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fakes.backend import FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
-from outrider.cluster.common.errors import Overloaded
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
-from outrider.verifier_service.messages.request import (
-    FinishReason,
-    LogitBias,
-    RequestOutput,
-    SamplingParams,
-    SpeculationMetrics,
-    StructuredKind,
-    StructuredOutput,
-)
 from support.stack import Stack
-from support.waiting import until
 
 
 @asynccontextmanager
@@ -35,41 +24,15 @@ async def serving(backend, tokenizer, **options):
         yield rpc.running, rpc.channel, generation_pb2_grpc.InferenceStub(rpc.channel)
 
 
-async def test_stream_and_unary_agree(tokenizer):
-    speculation = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
-    backend = FakeBackend(lambda _: says(tokenizer, "日本 fox"), speculation=speculation)
-    request = pb.GenerateRequest(request_id="r", text="the", sampling=pb.SamplingParams(n=2, seed=3, temperature=0.5))
-    async with serving(backend, tokenizer) as (_, _, stub):
-        chunks = [chunk async for chunk in stub.Generate(request)]
-        answer = await stub.GenerateUnary(request)
-    for choice in answer.choices:
-        mine = [chunk for chunk in chunks if chunk.index == choice.index]
-        assert "".join(chunk.text for chunk in mine) == choice.text == "日本 fox"
-        assert [id_ for chunk in mine for id_ in chunk.token_ids] == list(choice.token_ids)
-        assert mine[-1].finish_reason == choice.finish_reason == pb.FINISH_REASON_LENGTH
-        assert choice.speculative_decoding.mean_acceptance_length == 2.5
-    assert answer.usage.completion_tokens == 2 * len(tokenizer.encode("日本 fox"))
-    assert answer.usage.prompt_tokens == len(tokenizer.encode("the"))
-    assert backend.requests[0].sampling.temperature == 0.5
-    assert backend.requests[0].sampling.top_p == 1.0, "an absent field takes the default"
-
-
 @pytest.mark.parametrize(
     ("request_", "detail"),
     [
         (pb.GenerateRequest(), "prompt"),
         (pb.GenerateRequest(text=""), "text"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[9999])), "token_ids"),
-        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=0)), "max_tokens"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=0.0)), "top_p"),
-        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={9999: 1})), "logit_bias"),
-        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=3)), "presence_penalty"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(regex="((")), "regex"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(choice=pb.TextChoices())), "choice"),
-        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(bad_words=[""])), "bad_words"),
-        (pb.GenerateRequest(text="a", priority=1001), "priority"),
-        (pb.GenerateRequest(text="a", target_inter_token_ms=-1), "target_inter_token_ms"),
-        (pb.GenerateRequest(text="a", request_id="two\nlines"), "request_id"),
     ],
 )
 async def test_bad_arguments_are_named(tokenizer, request_, detail):
@@ -90,27 +53,6 @@ def field_named_by(error):
     bad_request = error_details_pb2.BadRequest()
     assert status.details[0].Unpack(bad_request)
     return bad_request.field_violations[0].field
-
-
-async def test_overload_says_when_to_come_back(tokenizer):
-    async with serving(FakeBackend(lambda _: [Overloaded("full", 2.5)]), tokenizer) as (_, _, stub):
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GenerateUnary(pb.GenerateRequest(text="a"))
-    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert dict(raised.value.trailing_metadata())["retry-after"] == "3"
-
-
-async def test_a_cancelled_call_and_a_deadline_stop_the_generation(tokenizer):
-    backend = FakeBackend(lambda _: [[5], None])
-    async with serving(backend, tokenizer) as (_, _, stub):
-        call = stub.Generate(pb.GenerateRequest(request_id="cancelled", text="a"))
-        await call.read()
-        call.cancel()
-        await until(lambda: backend.cancelled == ["cancelled"])
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GenerateUnary(pb.GenerateRequest(request_id="late", text="a"), timeout=0.2)
-        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: backend.cancelled == ["cancelled", "late"])
 
 
 async def test_abort_ends_a_stream_with_its_reason(tokenizer):
@@ -156,56 +98,6 @@ async def test_reflection_lists_the_service(tokenizer):
     assert SERVICE_NAME in [service.name for service in answers[0].list_services_response.service]
 
 
-async def test_every_parameter_reaches_the_engine(tokenizer):
-    backend = FakeBackend(lambda _: [[5]])
-    # exact in single precision
-    same = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "seed": 7, "ignore_eos": True}
-    same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
-    same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3, "min_tokens": 2}
-    same |= {"logprobs_mode": "processed_logprobs"}
-    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
-    sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], bad_words=["dog"], **same)
-    async with serving(backend, tokenizer) as (_, _, stub):
-        prompt = pb.TokenIds(ids=[5])
-        await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, sampling=sampling, prediction="fox", **message))
-    request = backend.requests[0]
-    assert request.prediction_token_ids == tuple(tokenizer.encode("fox"))
-    bias = (LogitBias(token_id=7, bias=2.0),)
-    words = tuple(tuple(tokenizer.encode(text)) for text in ("dog", " dog"))
-    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), bad_words=words, **same)
-    assert {name: getattr(request, name) for name in message} == message
-
-
-async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
-    backend = FakeBackend(lambda _: [[5]])
-    prompt = pb.TokenIds(ids=[5])
-    async with serving(backend, tokenizer, rollouts=True) as (_, _, stub):
-        for fields in ({}, {"history_key": "k"}, {"history_key": "k", "store": True}, {"store": False}):
-            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, **fields))
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, history_key="k" * 129))
-    assert [request.history_key for request in backend.requests] == [None, "k", "k", ""]
-    assert field_named_by(raised.value) == "history_key"
-
-
-@pytest.mark.parametrize(
-    ("sampling", "structured"),
-    [
-        ({"json_schema": "{}"}, StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text="{}")),
-        ({"json_object": True}, StructuredOutput(kind=StructuredKind.JSON_OBJECT)),
-        ({"json_object": False}, None),
-        ({"regex": "a+"}, StructuredOutput(kind=StructuredKind.REGEX, text="a+")),
-        ({"grammar": 'start: "a"'}, StructuredOutput(kind=StructuredKind.GRAMMAR, text='start: "a"')),
-        ({"choice": pb.TextChoices(choices="ab")}, StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b"))),
-    ],
-)
-async def test_structured_output_reaches_the_engine(tokenizer, sampling, structured):
-    backend = FakeBackend(lambda _: [[5]])
-    async with serving(backend, tokenizer) as (_, _, stub):
-        await stub.GenerateUnary(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(**sampling)))
-    assert backend.requests[0].sampling.structured == structured
-
-
 async def test_what_the_output_is_not_held_to_is_said_once(tokenizer):
     backend = FakeBackend(lambda _: says(tokenizer, "the fox"))
     schema = '{"type": "array", "uniqueItems": true}'
@@ -218,38 +110,6 @@ async def test_what_the_output_is_not_held_to_is_said_once(tokenizer):
     assert list(first.warnings) == list(answer.warnings) == [warning]
     assert not any(chunk.warnings for chunk in others)
     assert not plain.warnings
-
-
-@pytest.mark.parametrize(
-    ("sampling", "text"),
-    [
-        ({}, "ab=b="),
-        ({"stop": ["b="]}, "a"),
-        ({"stop": ["b="], "include_stop_str_in_output": True}, "ab="),
-        ({"skip_special_tokens": False}, "ab=b=<|end|>"),
-    ],
-)
-async def test_what_is_shown_of_the_text(tokenizer, sampling, text):
-    ids = [*tokenizer.encode("ab=b="), tokenizer.eos_token_id]
-    async with serving(FakeBackend(lambda _: [ids[:2], ids[2:]]), tokenizer) as (_, _, stub):
-        request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(**sampling))
-        assert (await stub.GenerateUnary(request)).choices[0].text == text
-        assert "".join([chunk.text async for chunk in stub.Generate(request)]) == text
-
-
-class TwoPolicies:
-    """A backend whose weights change after the first step."""
-
-    async def generate(self, request, hear):
-        hear(RequestOutput(request_id=request.request_id, token_ids=(5, 6), weight_version="1"))
-        last = {"finish_reason": FinishReason.LENGTH, "weight_version": "2"}
-        hear(RequestOutput(request_id=request.request_id, token_ids=(7, 8, 9), **last))
-
-
-async def test_an_answer_says_which_weights_drew_which_tokens(tokenizer):
-    async with serving(TwoPolicies(), tokenizer) as (_, _, stub):
-        (choice,) = (await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))).choices
-    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("1", 0, 2), ("2", 2, 5)]
 
 
 async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):

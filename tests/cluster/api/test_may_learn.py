@@ -6,38 +6,26 @@ Every door of the service, with keys in front; then the wire to a verifier, the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-import grpc
-import httpx
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway
 from fakes.engine_bench import MemoryDrafts
-from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
-from outrider.cluster.api.grpc_api import start_grpc_server
-from outrider.cluster.api.openai.endpoints import build_api
-from outrider.cluster.api.rollouts.doors import TrainerDoors
-from outrider.cluster.api.rollouts.trainer_routes import add_trainer_routes
+from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.common.api_keys import PARTITION_CHARS, ApiKeys, hash_api_key
 from outrider.cluster.gateway.journal import Journal
-from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.peers.every_gateway import EveryGateway
-from outrider.proto import generation_pb2 as pb
-from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.messages.draft import DrafterEvent, Open
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
+from support.doors import SERVED_DOORS, Call, Completions, Door, Sglang, VllmTokens
+from support.stack import Stack
 
 KEYS = ApiKeys([hash_api_key("plain"), f"{hash_api_key('never')}:never", f"{hash_api_key('salted')}:salted"])
 PLAN = SpeculationPlan(drafter_id="d", draft_length=2)
-Send = Callable[..., Awaitable[None]]  # of a key and fields of the body
+COMPLETIONS = Completions()
 
 
 def opening_of(request: GenerationRequest, *, rollouts: bool) -> Open:
@@ -57,114 +45,28 @@ def opening_of(request: GenerationRequest, *, rollouts: bool) -> Open:
 class Service:
     """All doors of one gateway; the drafter writes down how sessions are opened."""
 
-    def __init__(self, tokenizer: Any, *, learns: bool = True, rollouts: bool = False) -> None:
-        self.rollouts = rollouts
-        self.backend = FakeBackend(lambda _: [[5]])
-        memory = RolloutMemory() if rollouts else None
-        self.gateway = build_gateway(self.backend, tokenizer, learns=learns, rollouts=rollouts, memory=memory)
-        self._app = build_api(self.gateway, self._healthy)
-        if rollouts:
-            fleet: Any = SimpleNamespace(reported_version="")
-            doors = TrainerDoors(
-                every=EveryGateway(self.gateway),
-                fleet=fleet,
-                is_healthy=self._healthy,
-                model_path="m",
-                tensor_parallel_size=1,
-                learners=LearnerControl({}, lambda: None),
-            )
-            add_trainer_routes(self._app, doors)
+    def __init__(self, *, learns: bool = True, rollouts: bool = False) -> None:
+        self.stack = Stack([[5]], learns=learns, rollouts=rollouts, memory=RolloutMemory() if rollouts else None)
 
-    async def _healthy(self) -> bool:
-        return True
-
-    async def post(self, path: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
-        app = ApiKeyMiddleware(self._app, KEYS)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-            answer = await client.post(path, json=body, headers={"x-api-key": key})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    @asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        running = await start_grpc_server(self.gateway, "127.0.0.1:0", interceptors=[ApiKeyInterceptor(KEYS)])
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-                yield channel
-        finally:
-            await running.server.stop(None)
+    async def ask(self, door: Door, key: str, **fields: Any) -> None:
+        await door.send(self.stack, Call(keys=KEYS if key else None, key=key), **fields)
 
     def opening(self) -> Open:
         """Return how the last request's session is opened."""
-        (request,) = self.backend.requests
-        self.backend.requests.clear()
-        return opening_of(request, rollouts=self.rollouts)
+        (request,) = self.stack.requests
+        self.stack.requests.clear()
+        return opening_of(request, rollouts=self.stack.gateway.model.rollouts)
 
 
-async def completions(service: Service, key: str, **fields: Any) -> None:
-    await service.post("/v1/completions", key, {"prompt": "the", "max_tokens": 1, **fields})
-
-
-async def chat(service: Service, key: str, **fields: Any) -> None:
-    messages = [{"role": "user", "content": "the"}]
-    await service.post("/v1/chat/completions", key, {"messages": messages, "max_tokens": 1, **fields})
-
-
-async def responses(service: Service, key: str, **fields: Any) -> None:
-    await service.post("/v1/responses", key, {"input": "the", "max_output_tokens": 1, **fields})
-
-
-async def anthropic(service: Service, key: str, **fields: Any) -> None:
-    messages = [{"role": "user", "content": "the"}]
-    await service.post("/v1/messages", key, {"messages": messages, "max_tokens": 1, **fields})
-
-
-async def native(service: Service, key: str, **fields: Any) -> None:
-    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "rid": "r", **fields}
-    await service.post("/generate", key, body)
-
-
-async def tokens(service: Service, key: str, **fields: Any) -> None:
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, **fields}
-    await service.post("/inference/v1/generate", key, body)
-
-
-async def tokens_of_vllms_names(service: Service, key: str, **fields: Any) -> None:
+class TokensByVllmsNames(VllmTokens):
     """Say everything among the sampling parameters, as a client may who takes them for a completion's."""
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1, **fields}}
-    await service.post("/inference/v1/generate", key, body)
+
+    name = "vllm-http, one dictionary"
+    outside: ClassVar[frozenset[str]] = frozenset()
 
 
-async def grpc_unary(service: Service, key: str, **fields: Any) -> None:
-    request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1), **fields)
-    async with service.channel() as channel:
-        await generation_pb2_grpc.InferenceStub(channel).GenerateUnary(request, metadata=(("x-api-key", key),))
-
-
-async def grpc_stream(service: Service, key: str, **fields: Any) -> None:
-    request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1), **fields)
-    async with service.channel() as channel:
-        async for _ in generation_pb2_grpc.InferenceStub(channel).Generate(request, metadata=(("x-api-key", key),)):
-            pass
-
-
-async def vllm_grpc(service: Service, key: str, **fields: Any) -> None:
-    generated = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
-    stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
-    request = generated.GenerateRequest(
-        request_id="r",
-        tokenized=generated.TokenizedInput(input_ids=[5]),
-        sampling_params=generated.SamplingParams(max_tokens=1),
-    )
-    names = ((f"x-outrider-{name.replace('_', '-')}", str(value).lower()) for name, value in fields.items())
-    async with service.channel() as channel:
-        call = stubs.VllmEngineStub(channel).Generate(request, metadata=(("x-api-key", key), *names))
-        async for _ in call:
-            pass
-
-
-DOORS = (completions, chat, responses, anthropic, grpc_unary, grpc_stream, vllm_grpc)
-TRAINERS_DOORS = (native, tokens, tokens_of_vllms_names)
+IN_ROLLOUTS = (*SERVED_DOORS, TokensByVllmsNames())
+SERVED = tuple(door for door in SERVED_DOORS if not isinstance(door, Sglang | VllmTokens))
 RULES = [  # key, fields, may it be learned from, may anything be kept
     ("plain", {}, True, True),
     ("plain", {"store": True}, True, True),
@@ -179,11 +81,11 @@ RULES = [  # key, fields, may it be learned from, may anything be kept
 ]
 
 
-@pytest.mark.parametrize("door", DOORS)
-async def test_every_door_follows_every_rule(tokenizer: Any, door: Send):
-    service = Service(tokenizer)
+@pytest.mark.parametrize("door", SERVED, ids=repr)
+async def test_every_door_follows_every_rule(door: Door):
+    service = Service()
     for key, fields, may_learn, is_kept in RULES:
-        await door(service, key, **fields)
+        await service.ask(door, key, **fields)
         opening = service.opening()
         assert opening.may_learn is may_learn, (key, fields)
         assert (opening.history is None) is is_kept, (key, fields)
@@ -195,66 +97,65 @@ async def test_every_door_follows_every_rule(tokenizer: Any, door: Send):
         assert opening.cache_salt == salt, "whatever is learned stays within its key and salt"
 
 
-@pytest.mark.parametrize("door", [*DOORS, *TRAINERS_DOORS])
-async def test_in_rollouts_a_salt_is_a_version_and_closes_nothing(tokenizer: Any, door: Send):
-    service = Service(tokenizer, rollouts=True)
+@pytest.mark.parametrize("door", IN_ROLLOUTS, ids=repr)
+async def test_in_rollouts_a_salt_is_a_version_and_closes_nothing(door: Door):
+    service = Service(rollouts=True)
     for key, fields, may_learn, is_kept in RULES:
-        await door(service, key, **fields)
+        await service.ask(door, key, **fields)
         opening = service.opening()
         assert opening.may_learn is (may_learn or bool(is_kept and fields.get("cache_salt"))), (key, fields)
         assert opening.history is not None
         assert bool(opening.history.key) is is_kept, (key, fields)
 
 
-@pytest.mark.parametrize("door", DOORS)
-async def test_where_no_pool_learns_no_request_is_learned_from(tokenizer: Any, door: Send):
-    service = Service(tokenizer, learns=False)
+@pytest.mark.parametrize("door", SERVED, ids=repr)
+async def test_where_no_pool_learns_no_request_is_learned_from(door: Door):
+    service = Service(learns=False)
     for key, fields, _, _ in RULES:
-        await door(service, key, **fields)
+        await service.ask(door, key, **fields)
         assert not service.opening().may_learn, (key, fields)
 
 
-async def test_without_keys_requests_alone_decide(tokenizer: Any):
-    service = Service(tokenizer)
-    app = httpx.ASGITransport(service._app)
-    async with httpx.AsyncClient(transport=app, base_url="http://gateway") as client:
-        for fields, may_learn in (({}, True), ({"store": False}, False), ({"cache_salt": "s"}, False)):
-            await client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1, **fields})
-            assert service.opening().may_learn is may_learn
-
-
-async def test_a_keys_policy_ends_with_its_call(tokenizer: Any):
-    service = Service(tokenizer)
-    for key, may_learn in (("plain", True), ("never", False), ("plain", True)) * 2:
-        await completions(service, key)
+async def test_without_keys_requests_alone_decide():
+    service = Service()
+    for fields, may_learn in (({}, True), ({"store": False}, False), ({"cache_salt": "s"}, False)):
+        await service.ask(COMPLETIONS, "", **fields)
         assert service.opening().may_learn is may_learn
 
 
-async def test_all_prompts_and_choices_of_a_body_are_alike(tokenizer: Any):
-    service = Service(tokenizer)
-    for key, may_learn in (("plain", True), ("never", False)):
-        await completions(service, key, prompt=["the", "fox"], n=2)
-        assert [request.may_learn for request in service.backend.requests] == [may_learn] * 4
-        service.backend.requests.clear()
+async def test_a_keys_policy_ends_with_its_call():
+    service = Service()
+    for key, may_learn in (("plain", True), ("never", False), ("plain", True)) * 2:
+        await service.ask(COMPLETIONS, key)
+        assert service.opening().may_learn is may_learn
 
 
-async def test_a_request_that_moves_to_another_verifier_takes_its_permission_along(tokenizer: Any):
-    service = Service(tokenizer)
+async def test_all_prompts_and_choices_of_a_body_are_alike():
+    service = Service()
     for key, may_learn in (("plain", True), ("never", False)):
-        await completions(service, key)
-        (request,) = service.backend.requests
-        service.backend.requests.clear()
-        moved = Journal(request=request, model=service.gateway.model).continuation("second", PLAN)
+        await service.ask(COMPLETIONS, key, prompt=["the", "fox"], n=2)
+        assert [request.may_learn for request in service.stack.requests] == [may_learn] * 4
+        service.stack.requests.clear()
+
+
+async def test_a_request_that_moves_to_another_verifier_takes_its_permission_along():
+    service = Service()
+    for key, may_learn in (("plain", True), ("never", False)):
+        await service.ask(COMPLETIONS, key)
+        (request,) = service.stack.requests
+        service.stack.requests.clear()
+        moved = Journal(request=request, model=service.stack.gateway.model).continuation("second", PLAN)
         opening = opening_of(moved, rollouts=False)
         assert (opening.may_learn, opening.history is None) == (may_learn, may_learn)
 
 
-async def test_of_a_key_that_forbids_it_no_response_is_stored(tokenizer: Any):
-    service = Service(tokenizer)
+async def test_of_a_key_that_forbids_it_no_response_is_stored():
+    service = Service()
     for key, is_stored in (("plain", True), ("never", False)):
-        answer = await service.post("/v1/responses", key, {"input": "the", "max_output_tokens": 1, "store": True})
+        body = {"input": "the", "max_output_tokens": 1, "store": True}
+        async with service.stack.client(lambda app: ApiKeyMiddleware(app, KEYS)) as client:
+            answer = (await client.post("/v1/responses", json=body, headers={"x-api-key": key})).json()
         assert answer["store"] is is_stored
-        app = httpx.ASGITransport(service._app)
-        async with httpx.AsyncClient(transport=app, base_url="http://gateway") as client:
+        async with service.stack.client() as client:
             found = await client.get(f"/v1/responses/{answer['id']}")
         assert found.status_code == (200 if is_stored else 404)

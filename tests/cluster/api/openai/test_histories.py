@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import build_tokenizer
 from outrider.cluster.replies.reader import ReplySyntax
-from support.waiting import healthy
+from support.stack import Stack
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
@@ -26,11 +24,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 class Service:
     def __init__(self, text: str = "ok", **syntax: str) -> None:
-        self.tokenizer = build_tokenizer(TEMPLATE)
-        self.backend = FakeBackend(lambda _: says(self.tokenizer, text))
-        gateway = build_gateway(self.backend, self.tokenizer, max_model_len=2048)
-        app = build_api(gateway, healthy, reply_syntax=ReplySyntax(**syntax))
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        options = {"tokenizer": build_tokenizer(TEMPLATE), "max_model_len": 2048}
+        stack = Stack(text, api={"reply_syntax": ReplySyntax(**syntax)}, **options)
+        self.tokenizer, self.backend, self.http = stack.tokenizer, stack.backend, stack.client()
 
     async def ask(self, path: str, **body: Any) -> dict[str, Any]:
         answer = await self.http.post(path, json=body)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway, says
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import FakeBackend, says
 from outrider.cluster.gateway.kv_transfer import KeptOutput
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from support.stack import Stack
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -47,14 +46,8 @@ def backend(tokenizer: Any) -> KeepingBackend:
 
 
 async def post(backend: FakeBackend, tokenizer: Any, path: str, body: Mapping[str, Any], **options: Any) -> Any:
-    gateway = build_gateway(backend, tokenizer, **{"hands_over": True, **options})
-
-    async def is_healthy() -> bool:
-        return True
-
-    transport = httpx.ASGITransport(build_api(gateway, is_healthy))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        return await client.post(path, json={**BODIES[path], **body})
+    stack = Stack(backend, tokenizer=tokenizer, **{"hands_over": True, **options})
+    return await stack.post(path, {**BODIES[path], **body})
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
-from transformers import PreTrainedTokenizerFast
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.authentication import ApiKeyMiddleware
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
-from outrider.cluster.common.errors import Overloaded, RequestFailed, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
-from support.waiting import healthy
+from support.stack import Stack, shared_tokenizer
 
 TEMPLATE = (
     "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
@@ -33,47 +27,25 @@ TOOL = {"name": "weather", "description": "d", "input_schema": SCHEMA}
 HI: dict[str, Any] = {"model": "tiny", "max_tokens": 64, "messages": [{"role": "user", "content": "fox"}]}
 
 
-class Door:
-    """The API before a model that says a text, and what the model was given."""
+class Door(Stack):
+    """The API before a model that says a text, or plays a script, and what the model was given."""
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        script: Any = None,
-        max_model_len: int = 4096,
-        sampling_defaults: dict[str, Any] | None = None,
-        **played: Any,
-    ) -> None:
-        self.tokenizer: PreTrainedTokenizerFast = build_tokenizer(TEMPLATE)
-        played = {"finish_reason": FinishReason.STOP, **played}
-        self.backend = FakeBackend(script or (lambda _: says(self.tokenizer, text)), **played)
-        gateway = build_gateway(
-            self.backend,
-            self.tokenizer,
-            max_model_len=max_model_len,
-            adapters=("poet",),
-            sampling_defaults=sampling_defaults,
-        )
+    def __init__(self, text: str, *, script: Any = None, **options: Any) -> None:
+        options = {"finish_reason": FinishReason.STOP, "max_model_len": 4096, **options}
         syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
-        self.app: FastAPI = build_api(gateway, healthy, reply_syntax=syntax)
+        tokenizer = shared_tokenizer(TEMPLATE)
+        super().__init__(
+            script or text, tokenizer=tokenizer, adapters=("poet",), api={"reply_syntax": syntax}, **options
+        )
 
-    def client(self, wrap: Callable[[Any], Any] = lambda app: app) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(wrap(self.app))
-        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
-
-    async def post(self, body: Any, path: str = "/v1/messages", **headers: str) -> httpx.Response:
-        async with self.client() as client:
-            return await client.post(path, json=body, headers=headers)
+    async def ask(self, body: Any, path: str = "/v1/messages", **headers: str) -> httpx.Response:
+        return await self.post(path, body, **headers)
 
     async def message(self, **fields: Any) -> dict[str, Any]:
-        response = await self.post({**HI, **fields})
+        response = await self.ask({**HI, **fields})
         assert response.status_code == 200, response.text
         answered: dict[str, Any] = response.json()
         return answered
-
-    def prompts(self) -> list[str]:
-        return [self.tokenizer.decode(request.prompt_token_ids) for request in self.backend.requests]
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -90,7 +62,7 @@ async def test_text_in_text_out() -> None:
     assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "tiny")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
     assert answer["id"].startswith("msg_")
-    assert door.prompts() == ["[system]be short[user]fox[assistant]"]
+    assert door.prompts == ["[system]be short[user]fox[assistant]"]
     (request,) = door.backend.requests
     num_prompt, num_output = len(request.prompt_token_ids), len(door.tokenizer.encode("größer"))
     assert answer["usage"] == {
@@ -116,18 +88,18 @@ async def test_thoughts_and_calls_are_blocks() -> None:
     assert call["id"].startswith("toolu_")
     assert answer["stop_reason"] == "tool_use"
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0
-    assert door.prompts() == ["<weather>[user]fox[assistantTrue]"]
+    assert door.prompts == ["<weather>[user]fox[assistantTrue]"]
     assert door.backend.requests[0].sampling.structured.kind is StructuredKind.GRAMMAR
 
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "dog"}]}
     history = [*HI["messages"], {"role": "assistant", "content": answer["content"]}]
     await door.message(messages=[*history, {"role": "user", "content": [result]}], thinking={"type": "disabled"})
-    assert door.prompts()[1] == '[user]fox[assistant]See.!{"city": "Rom"}[tool]dog[assistantFalse]'
+    assert door.prompts[1] == '[user]fox[assistant]See.!{"city": "Rom"}[tool]dog[assistantFalse]'
 
 
 async def test_every_step_of_a_stream_is_named() -> None:
     door = Door(f"<think>hm</think>See.{CALL}")
-    response = await door.post({**HI, "tools": [TOOL], "stream": True})
+    response = await door.ask({**HI, "tools": [TOOL], "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     events = events_of(response.text)
     kinds = [event["type"] for event in events]
@@ -167,7 +139,7 @@ async def test_an_answer_may_reach_its_limit_or_that_of_the_context() -> None:
 
 
 async def test_a_prompt_beyond_the_context_is_refused_in_the_words_that_agents_know() -> None:
-    response = await Door("ok", max_model_len=8).post({**HI, "messages": [{"role": "user", "content": "fox " * 40}]})
+    response = await Door("ok", max_model_len=8).ask({**HI, "messages": [{"role": "user", "content": "fox " * 40}]})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["message"].startswith("prompt is too long: ")
@@ -211,7 +183,7 @@ async def test_an_answer_may_have_a_form() -> None:
 async def test_an_answer_goes_on_with_the_assistants_last_words() -> None:
     door = Door("Sie")
     await door.message(messages=[*HI["messages"], {"role": "assistant", "content": "The best is ("}])
-    assert door.prompts() == ["[user]fox[assistant]The best is ("]
+    assert door.prompts == ["[user]fox[assistant]The best is ("]
 
 
 async def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
@@ -220,13 +192,13 @@ async def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
     found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
     history = [*HI["messages"], {"role": "assistant", "content": [found]}, {"role": "user", "content": "so?"}]
     fields = {"tools": [search, TOOL], "messages": history, "mcp_servers": [{"name": "m"}], "stream": True}
-    events = events_of((await door.post({**HI, **fields})).text)
+    events = events_of((await door.ask({**HI, **fields})).text)
     assert events[0]["message"]["warnings"] == [
         "mcp_servers: unknown here, passed over",
         "tools: left out: web_search_20250305 is run by Anthropic's servers",
         "messages: left out: a block of type web_search_tool_result",
     ]
-    assert door.prompts() == ["<weather>[user]fox[assistant][user]so?[assistant]"]
+    assert door.prompts == ["<weather>[user]fox[assistant][user]so?[assistant]"]
 
 
 def claude_code_body() -> dict[str, Any]:
@@ -260,7 +232,7 @@ def claude_code_body() -> dict[str, Any]:
 
 async def test_the_first_request_of_claude_code_is_taken() -> None:
     door = Door("Hello.", max_model_len=1 << 17)
-    response = await door.post(
+    response = await door.ask(
         claude_code_body(),
         "/v1/messages?beta=true",
         **{"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,effort-2025-11-24"},
@@ -269,7 +241,7 @@ async def test_the_first_request_of_claude_code_is_taken() -> None:
     events = events_of(response.text)
     assert events[-1]["type"] == "message_stop"
     assert "warnings" not in events[0]["message"]
-    prompt = door.prompts()[0]
+    prompt = door.prompts[0]
     assert prompt.endswith("[user]<system-reminder>r</system-reminder>\n# Environment[assistantTrue]")
     assert "billing" not in prompt
 
@@ -277,11 +249,11 @@ async def test_the_first_request_of_claude_code_is_taken() -> None:
 async def test_tokens_are_counted_as_the_model_gets_them() -> None:
     door = Door("ok")
     body = {**HI, "system": [{"type": "text", "text": "be short"}], "tools": [TOOL], "thinking": {"type": "disabled"}}
-    counted = await door.post(body, "/v1/messages/count_tokens")
-    await door.post(body)
+    counted = await door.ask(body, "/v1/messages/count_tokens")
+    await door.ask(body)
     assert counted.json() == {"input_tokens": len(door.backend.requests[0].prompt_token_ids)}
     del body["max_tokens"]
-    assert (await door.post(body, "/v1/messages/count_tokens")).json() == counted.json()
+    assert (await door.ask(body, "/v1/messages/count_tokens")).json() == counted.json()
 
 
 async def test_models_are_listed_for_both_kinds_of_clients() -> None:
@@ -306,11 +278,9 @@ async def test_models_are_listed_for_both_kinds_of_clients() -> None:
         ({"messages": [{"role": "system", "content": ""}]}, 400, "invalid_request_error", "messages"),
         ({"chat_template_kwargs": [1]}, 400, "invalid_request_error", "chat_template_kwargs"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, 400, "invalid_request_error", "thinking"),
-        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temprature": 1}, 400, "invalid_request_error", "temprature"),
         ({"temperature": "hot"}, 400, "invalid_request_error", "temperature"),
-        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"tools": [{"name": "x"}]}, 400, "invalid_request_error", "input_schema"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         ({"thinking": {"type": "on"}}, 400, "invalid_request_error", "thinking"),
@@ -318,35 +288,15 @@ async def test_models_are_listed_for_both_kinds_of_clients() -> None:
     ],
 )
 async def test_what_is_wrong_is_named_in_anthropics_form(fields: Any, status: int, kind: str, named: str) -> None:
-    response = await Door("ok").post({**HI, **fields})
+    response = await Door("ok").ask({**HI, **fields})
     answered = response.json()
     assert (response.status_code, answered["type"], answered["error"]["type"]) == (status, "error", kind)
     assert named in answered["error"]["message"]
     assert answered.keys() == {"type", "error", "request_id"}
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (Unavailable("no verifier is ready"), 503, "overloaded_error"),
-        (Overloaded("the queue is full"), 429, "rate_limit_error"),
-        (RequestFailed("it broke"), 500, "api_error"),
-    ],
-)
-async def test_an_early_error_has_its_own_status(error: Exception, status: int, kind: str, is_streamed: bool) -> None:
-    response = await Door("", script=lambda _: [error]).post({**HI, "stream": is_streamed})
-    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
-
-
-async def test_a_later_error_is_an_event() -> None:
-    door = Door("", script=lambda _: [[5], RequestFailed("it broke")])
-    last = events_of((await door.post({**HI, "stream": True})).text)[-1]
-    assert (last["type"], last["error"]) == ("error", {"type": "api_error", "message": "it broke"})
-
-
 async def test_an_aborted_answer_is_an_error() -> None:
-    response = await Door("one", finish_reason=FinishReason.ABORT).post(HI)
+    response = await Door("one", finish_reason=FinishReason.ABORT).ask(HI)
     assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
 
 

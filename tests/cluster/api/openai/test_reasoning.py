@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import build_tokenizer
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
 from outrider.verifier_service.messages.thought import Thought
-from support.waiting import healthy
+from support.stack import Stack
 
 ASKED = {"role": "user", "content": "what does <think> mean?"}
 FORM = {
@@ -33,12 +31,9 @@ class Service:
         template += (
             "{% if add_generation_prompt %}[assistant]" + json.dumps(end)[1:-1].replace("\\n", "\n") + "{% endif %}"
         )
-        self.tokenizer = build_tokenizer(template)
-        self.backend = FakeBackend(lambda _: says(self.tokenizer, text), finish_reason=FinishReason.STOP)
-        app = build_api(
-            build_gateway(self.backend, self.tokenizer, max_model_len=2048), healthy, reply_syntax=ReplySyntax(**syntax)
-        )
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        options = {"finish_reason": FinishReason.STOP, "max_model_len": 2048}
+        stack = Stack(text, tokenizer=build_tokenizer(template), api={"reply_syntax": ReplySyntax(**syntax)}, **options)
+        self.tokenizer, self.backend, self.http = stack.tokenizer, stack.backend, stack.client()
 
     async def ask(self, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
         body = {"messages": list(messages or (ASKED,)), **fields}

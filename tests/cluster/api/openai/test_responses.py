@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import openai
 import pytest
 
@@ -12,18 +11,14 @@ from fakes.backend import (
     BRACKETS,
     CALL_ARGUMENTS,
     CALL_TEMPLATES,
-    FakeBackend,
-    build_gateway,
     build_tokenizer,
     calls_template,
-    says,
 )
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.common.errors import RequestFailed, ResponseNotFound, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
-from support.waiting import healthy
+from support.stack import Stack
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -36,13 +31,10 @@ def tokenizer():
 
 
 def client_to(tokenizer, text, *, finish_reason=FinishReason.STOP, script=None):
-    backend = FakeBackend(script or (lambda _: says(tokenizer, text)), finish_reason=finish_reason)
-    gateway = build_gateway(backend, tokenizer, max_model_len=512)
     syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
-    app = build_api(gateway, healthy, wall_clock=lambda: 1_700_000_000.0, reply_syntax=syntax)
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway/v1")
-    client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", http_client=http, max_retries=0)
-    return client, backend
+    options = {"tokenizer": tokenizer, "finish_reason": finish_reason, "max_model_len": 512}
+    stack = Stack(script or text, api={"reply_syntax": syntax}, **options)
+    return stack.openai(), stack
 
 
 def prompt_of(tokenizer, request):

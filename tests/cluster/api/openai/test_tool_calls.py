@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import openai
 import pytest
 
@@ -13,16 +12,14 @@ from fakes.backend import (
     CALL_ARGUMENTS,
     CALL_TEMPLATES,
     FakeBackend,
-    build_gateway,
     build_tokenizer,
     calls_template,
     chat_of_call,
     says,
 )
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
-from support.waiting import healthy
+from support.stack import Stack
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "größer"}}\n</tool_call>'
 TOOL = {
@@ -52,10 +49,7 @@ def backend_that_says(tokenizer, text, finish_reason=FinishReason.STOP):
 
 
 def client_to(backend, tokenizer, syntax=HERMES):
-    gateway = build_gateway(backend, tokenizer, max_model_len=512)
-    app = build_api(gateway, healthy, wall_clock=lambda: 1_700_000_000.0, reply_syntax=syntax)
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway/v1")
-    return openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", http_client=http, max_retries=0)
+    return Stack(backend, tokenizer=tokenizer, max_model_len=512, api={"reply_syntax": syntax}).openai()
 
 
 async def test_a_call_is_no_content(tokenizer):

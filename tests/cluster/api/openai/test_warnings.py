@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import BaseModel
 
-from fakes.backend import FakeBackend, build_gateway
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import FakeBackend
 from outrider.cluster.replies.reader import ReplySyntax
+from support.stack import Stack
 
 SAYS = "the answer may break what the grammar lacks and leaves out: uniqueItems"
 MESSAGES = [{"role": "user", "content": "fox"}]
@@ -60,8 +59,8 @@ def backend(tokenizer):
 
 
 def client_of(backend, tokenizer, parser="hermes"):
-    app = build_api(build_gateway(backend, tokenizer), lambda: None, reply_syntax=ReplySyntax(tool_call_parser=parser))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+    syntax = ReplySyntax(tool_call_parser=parser)
+    return Stack(backend, tokenizer=tokenizer, api={"reply_syntax": syntax}).client()
 
 
 @pytest.mark.parametrize("name", LENIENT)

@@ -6,20 +6,16 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import httpx
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.openai import endpoints
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.rollouts import history
-from outrider.cluster.api.rollouts.history import PATH, add_history_routes
+from outrider.cluster.api.rollouts.history import PATH
 from outrider.cluster.common.api_keys import PARTITION_CHARS, ShownKey, shown_key
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.history import filed_under, prompt_hash
 from outrider.verifier_service.messages.request import GenerationRequest
-from support.waiting import healthy
+from support.stack import Stack
 
 LINES = {"content-type": "application/jsonl"}
 
@@ -27,12 +23,9 @@ LINES = {"content-type": "application/jsonl"}
 class Door:
     """A gateway with a memory, behind its HTTP application."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self) -> None:
         self.memory = RolloutMemory()
-        gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, rollouts=True, memory=self.memory)
-        app = build_api(gateway, healthy)
-        add_history_routes(app, EveryGateway(gateway))
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        self.client = Stack([[5]], rollouts=True, memory=self.memory).client()
 
     async def give(self, **body: Any) -> dict[str, Any]:
         answer = await self.client.post(PATH, json=body)
@@ -50,8 +43,8 @@ def opening(version: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def door(tokenizer: Any) -> AsyncIterator[Door]:
-    door = Door(tokenizer)
+async def door() -> AsyncIterator[Door]:
+    door = Door()
     async with door.client:
         yield door
 
@@ -98,7 +91,7 @@ async def test_a_version_that_is_not_known_ends_no_other_by_mistake(door: Door):
     assert [one.token_ids[1] for one in door.memory.exported()] == [2, 9, 3, 4, 5]
 
 
-async def test_what_goes_out_comes_in_again(door: Door, tokenizer: Any):
+async def test_what_goes_out_comes_in_again(door: Door):
     await door.give(prompt_ids=[1, 2], responses=[[3, 4]])
     for version in "123":
         await door.give(prompt_ids=[1, 2], responses=[[7, 8, int(version)]], **opening(version))
@@ -111,7 +104,7 @@ async def test_what_goes_out_comes_in_again(door: Door, tokenizer: Any):
     first = {"prompt_hash": prompt_hash([1, 2]), "weight_version": "1", "opens_version": True}
     assert lines[1] == {**first, "responses": [[7, 8, 1]]}
     assert [line["weight_version"] for line in lines if line.get("opens_version")] == ["1", "2", "3"]
-    other = Door(tokenizer)
+    other = Door()
     async with other.client:
         answer = await other.client.post(PATH, content=exported.content, headers=LINES)
         assert answer.json() == {"object": "history", "num_responses": 10}
@@ -197,14 +190,13 @@ async def test_errors_name_the_field_and_nothing_is_kept(door: Door, body: dict[
     assert list(door.memory.exported()) == []
 
 
-async def test_out_of_rollouts_there_is_no_door_and_no_body_brings_a_history(tokenizer: Any):
-    backend = FakeBackend(lambda _: [[5]])
-    app = build_api(build_gateway(backend, tokenizer), healthy)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+async def test_out_of_rollouts_there_is_no_door_and_no_body_brings_a_history():
+    stack = Stack([[5]])
+    async with stack.client() as client:
         for method in ("GET", "POST", "DELETE"):
             assert (await client.request(method, PATH)).status_code == 404
         past = [{"token_ids": [7, 8], "age": 0}]
         answer = await client.post("/v1/completions", json={"prompt": [5], "history": past})
         assert answer.json()["warnings"] == ["history: unknown here, passed over"]
-    assert [request.history for request in backend.requests] == [()]
+    assert [request.history for request in stack.requests] == [()]
     assert filed_under("", ()) == ""

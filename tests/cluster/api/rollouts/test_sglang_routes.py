@@ -10,22 +10,16 @@ import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import httpx
 import pytest
 import torch
-from fastapi import FastAPI
 from safetensors.torch import save_file
 
-from fakes.backend import FakeBackend, build_gateway
-from outrider.cluster.api.rollouts.doors import TrainerDoors
-from outrider.cluster.api.rollouts.sglang_routes import add_sglang_routes
-from outrider.cluster.gateway.fleet_control import FleetControl
-from outrider.cluster.gateway.learner_control import LearnerControl
-from outrider.cluster.peers.every_gateway import EveryGateway
+from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.verifier_service.messages.request import SpeculationMetrics
-from support.waiting import healthy, until
+from support.stack import Stack
+from support.waiting import until
 from tiny.models import make_model
 from tiny.refits import perturb, tensors_of, trainer
 from tiny.trained_fleet import TrainedFleet, trained_fleet
@@ -39,10 +33,6 @@ LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 async def fleet(tmp_path: Path) -> AsyncIterator[TrainedFleet]:
     async with trained_fleet(tmp_path) as fleet:
         yield fleet
-
-
-async def nobody(endpoint: str, message: object) -> NoReturn:
-    raise AssertionError("there is no verifier")
 
 
 @pytest.fixture(scope="module")
@@ -177,31 +167,11 @@ async def test_a_bad_field_is_named(fleet: TrainedFleet, body: dict[str, Any], f
     assert field in error["message"]
 
 
-class NoRouter:
-    snapshot = None
-
-    async def refresh(self) -> None:
-        pass
-
-
-async def test_every_step_counts_as_a_verification(tokenizer: Any):
+async def test_every_step_counts_as_a_verification():
     """A step without a draft, too: slime's acceptance length is the tokens, divided by the verifications."""
     speculation = SpeculationMetrics(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, num_empty_rounds=1)
-    gateway = build_gateway(FakeBackend(lambda _: [[5], [6, 7, 8], [9, 10]], speculation=speculation), tokenizer)
-    app = FastAPI()
-    app.state.body_timeout_s = 5.0
-    fleet = FleetControl(NoRouter(), nobody, nobody)
-    doors = TrainerDoors(
-        every=EveryGateway(gateway),
-        fleet=fleet,
-        is_healthy=healthy,
-        model_path="",
-        tensor_parallel_size=1,
-        learners=LearnerControl({}, lambda: None),
-    )
-    add_sglang_routes(app, doors)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-        answer = (await client.post("/generate", json={"input_ids": PROMPT, "sampling_params": GREEDY})).json()
+    stack = Stack([[5], [6, 7, 8], [9, 10]], speculation=speculation, rollouts=True, memory=RolloutMemory())
+    answer = (await stack.post("/generate", {"input_ids": PROMPT, "sampling_params": GREEDY})).json()
     counts = {name: value for name, value in answer["meta_info"].items() if name.startswith("spec_")}
     assert counts == {
         "spec_verify_ct": 3,
