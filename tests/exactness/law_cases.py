@@ -32,7 +32,8 @@ from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, SparseRow
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
 VOCAB_SIZE = 6
-NUM_DRAWS = 15_000  # of each population
+NUM_DRAWS = 7_500  # of each population
+DEFECT_FACTOR = 2  # as many times as many show what is planted
 LONG = 10 * PERIOD  # output tokens of a request that yields ten draws
 PROMPT = (1, 2, 3)
 

@@ -39,7 +39,7 @@ from tiny.models import make_model, random_sequences
 
 NUM_BRANCHES = 6
 MAX_AHEAD_TOKENS = 4096
-NUM_LAW_REQUESTS = 250  # of 48 tokens each
+NUM_LAW_REQUESTS = 150  # of 48 tokens each
 PROMPTS = random_sequences((5, 21, 9, 14))
 
 

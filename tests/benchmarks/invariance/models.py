@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.invariance.company import Finding, bits, threads
+from benchmarks.invariance.company import NOT_MEASURED, Finding, bits, threads
 from outrider.drafter_service.embedded import target_path
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.model.batch_invariance import batch_dependent
@@ -281,7 +281,10 @@ def model_findings(*, is_brief: bool) -> Iterator[Finding]:
                 runner = load(path, dtype, quantization)
                 name = dtype if quantization is None else f"{dtype}, int8 weights"
                 is_promised = not batch_dependent(runner.model)
-                seen = seen_of(runner, BRIEF_WAYS if is_brief else WHOLE_WAYS)
+                if is_brief and not is_promised:
+                    seen = NOT_MEASURED
+                else:
+                    seen = seen_of(runner, BRIEF_WAYS if is_brief else WHOLE_WAYS)
                 yield Finding(product=f"model: {kind.name}", dtype=name, is_promised=is_promised, seen=seen)
 
 

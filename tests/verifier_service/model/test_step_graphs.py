@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model import step_graphs
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
@@ -290,7 +291,8 @@ def test_moves_and_copies_come_before_the_replay() -> None:
     assert not torch.allclose(got, run_batch(model, make_pool(model), batch)[0], atol=1e-3)
 
 
-def test_all_chains_are_captured_at_start_and_trees_when_first_met() -> None:
+def test_all_chains_are_captured_at_start_and_trees_when_first_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "TOKEN_BUCKETS", TOKEN_BUCKETS[:8])  # to compute all of them takes long
     model = tiny_decoder(num_layers=1)
     pool = make_pool(model)
     graphs = make_graphs(model, pool)

@@ -38,7 +38,7 @@ class StallingBench(FarBench):
 
 def test_what_slows_all_steps_down_is_not_held_against_drafts():
     found: list[float] = []
-    for phase in range(0, 60, 5):  # drafts that pay little: a few courses of events say nothing
+    for phase in range(0, 60, 15):  # drafts that pay little: a few courses of events say nothing
         drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.01, share_wrong=0.43)
         bench = StallingBench(drafts, ONE_CORE, contention=0.2)
         bench.num_steps = phase
