@@ -27,7 +27,7 @@ from outrider.verifier_service.messages.engine import (
     Relay,
     UpdateDraftWeights,
 )
-from outrider.verifier_service.messages.request import RequestOutput
+from outrider.verifier_service.messages.request import FinishReason, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
@@ -64,8 +64,42 @@ class LateEngine(PipelinedEngine):
         return super().drain()
 
 
-class Loop(LoopThread):
-    """The shell's end of the pipe to a verifier engine's loop."""
+class Shell(LoopThread):
+    """The shell's end of the pipe to a verifier's engine, and all that came through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[RequestOutput] = []
+        self.relays: list[Relay] = []
+        self.loads: list[EngineLoad] = []
+        self.results: list[ControlResult] = []
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
+
+    def take(self, frame: bytes) -> None:
+        update = decode(frame, FROM_ENGINE)
+        assert isinstance(update, EngineUpdate)
+        self.outputs += [output.opened() for output in update.outputs]
+        self.relays += update.relays
+        self.loads += [update.load] if update.load is not None else []
+        self.results += update.results
+
+    def finished(self) -> set[str]:
+        return set(self.ends)
+
+    @property
+    def ends(self) -> dict[str, FinishReason]:
+        """Return why requests have ended."""
+        return {output.request_id: output.finish_reason for output in self.outputs if output.finish_reason is not None}
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        return tokens_of([output for output in self.outputs if output.request_id == request_id])
+
+
+class Loop(Shell):
+    """The same to our own engine's loop."""
 
     pace = Pace.AT_ONCE
 
@@ -98,10 +132,6 @@ class Loop(LoopThread):
             verify=begin if self.pace is Pace.AT_ONCE else self.runner.verify,
         )
         self.engine.launches_early = self.pace is Pace.ASYNC
-        self.outputs: list[RequestOutput] = []
-        self.relays: list[Relay] = []
-        self.loads: list[EngineLoad] = []
-        self.results: list[ControlResult] = []
         self.start(self._run_loop)
 
     def _run_loop(self, pipe: Connection) -> None:
@@ -113,24 +143,6 @@ class Loop(LoopThread):
             change_draft=self._change_draft,
             takes_orders=self._takes_orders,
         ).run()
-
-    def say(self, *messages: Any) -> None:
-        for message in messages:
-            self.pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
-
-    def take(self, frame: bytes) -> None:
-        update = decode(frame, FROM_ENGINE)
-        assert isinstance(update, EngineUpdate)
-        self.outputs += [output.opened() for output in update.outputs]
-        self.relays += update.relays
-        self.loads += [update.load] if update.load is not None else []
-        self.results += update.results
-
-    def finished(self) -> set[str]:
-        return {output.request_id for output in self.outputs if output.finish_reason is not None}
-
-    def tokens(self, request_id: str) -> tuple[int, ...]:
-        return tokens_of([output for output in self.outputs if output.request_id == request_id])
 
     def heard_by_drafter(self) -> list[Any]:
         return [decode(relay.payload, (Open, Commit, Close)) for relay in self.relays]

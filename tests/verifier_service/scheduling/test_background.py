@@ -10,29 +10,16 @@ import pytest
 from fakes.engine_bench import EngineBench, Pace, make_request, tokens_of
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
-from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduling.kv_cache import BlockPool
-from outrider.verifier_service.scheduling.scheduler import BACKGROUND_TOKENS, Scheduler, SchedulerConfig
+from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams
+from outrider.verifier_service.scheduling.scheduler import BACKGROUND_TOKENS, Scheduler
+from support import parts
 
 BLOCK_SIZE = 4
 LONG = tuple(range(40))
 
 
-def make_scheduler(num_blocks: int = 16, **config: int) -> Scheduler:
-    limits = {"max_model_len": 64, "vocab_size": 100, **config}
-    return Scheduler(SchedulerConfig(**limits), BlockPool(num_blocks, BLOCK_SIZE))
-
-
-def added(scheduler: Scheduler, name: str, prompt: Sequence[int], *, max_tokens: int, **fields: Any) -> Request:
-    request = Request(
-        request_id=name,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        token_ids=[*prompt],
-        num_prompt_tokens=len(prompt),
-        plan=SpeculationPlan(),
-        arrival_s=0.0,
-        **fields,
-    )
+def added(scheduler: Scheduler, name: str, prompt: Sequence[int], **fields: Any) -> Request:
+    request = parts.request(name, prompt, **fields)
     scheduler.add(request)
     return request
 
@@ -49,14 +36,14 @@ def step(scheduler: Scheduler, now_s: float = 0.0) -> dict[str, int]:
 
 
 def test_a_background_request_runs_alone_in_small_steps():
-    scheduler = make_scheduler(num_blocks=64, max_model_len=256)
+    scheduler = parts.scheduler(num_blocks=64, max_model_len=256)
     added(scheduler, "b", [*range(90)] * 2, max_tokens=1, is_background=True)
     assert step(scheduler) == {"b": BACKGROUND_TOKENS}
     assert scheduler._config.max_num_batched_tokens > BACKGROUND_TOKENS
 
 
 def test_an_arrival_takes_the_next_step_and_all_blocks():
-    scheduler = make_scheduler(num_blocks=24, max_num_batched_tokens=16, max_model_len=96)
+    scheduler = parts.scheduler(num_blocks=24, max_num_batched_tokens=16, max_model_len=96)
     added(scheduler, "b", LONG, max_tokens=1, is_background=True)
     step(scheduler)
     added(scheduler, "a", [99] * 90, max_tokens=2)  # needs all blocks but one
@@ -68,7 +55,7 @@ def test_an_arrival_takes_the_next_step_and_all_blocks():
 
 
 def test_it_goes_on_from_its_own_blocks_once_the_others_are_gone():
-    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler = parts.scheduler(max_num_batched_tokens=16)
     background = added(scheduler, "b", LONG, max_tokens=1, is_background=True)
     step(scheduler)
     added(scheduler, "a", [99, 98], max_tokens=2)
@@ -80,7 +67,7 @@ def test_it_goes_on_from_its_own_blocks_once_the_others_are_gone():
 
 
 def test_a_later_request_finds_its_blocks():
-    scheduler = make_scheduler()
+    scheduler = parts.scheduler()
     added(scheduler, "b", LONG, max_tokens=1, is_background=True)
     while scheduler.has_work() and scheduler._requests["b"].num_output_tokens == 0:
         step(scheduler)
@@ -95,7 +82,7 @@ def test_a_later_request_finds_its_blocks():
 
 @pytest.mark.parametrize("order", [("b", "a"), ("a", "b")])
 def test_it_waits_while_a_request_is_held_for_its_draft(order):
-    scheduler = make_scheduler()
+    scheduler = parts.scheduler()
     for name in order:
         added(scheduler, name, [1, 2, 3] if name == "a" else LONG, max_tokens=4, is_background=name == "b")
     step(scheduler)

@@ -37,40 +37,12 @@ def test_a_pool_has_blocks_of_at_least_one_token():
             BlockPool(*sizes)
 
 
-def test_num_blocks_for_rounds_up():
-    pool = BlockPool(8, 4)
-    assert [pool.num_blocks_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-
-
-def test_released_prefix_is_found_again():
-    pool = BlockPool(4, 4)
-    table = published(pool, A, B)
-    pool.release(table)
-    assert pool.num_free_blocks == 4, "cached blocks count as free"
-    assert pool.match_prefix([A, B, C]) == table
-    assert pool.num_free_blocks == 2
-    pool.check_integrity([table])
-
-
 def test_match_is_a_chain_from_the_start():
     pool = BlockPool(4, 4)
     table = published(pool, A, C)
     assert pool.match_prefix([A, B, C]) == table[:1]
     assert pool.match_prefix([B, C]) == []
     pool.check_integrity([table, table[:1]])
-
-
-def test_shared_block_is_free_after_its_last_reference():
-    pool = BlockPool(2, 4)
-    first = published(pool, A)
-    second = pool.match_prefix([A])
-    pool.release(first)
-    assert pool.num_free_blocks == 1
-    with pytest.raises(OutOfBlocksError):
-        pool.allocate(2)
-    pool.release(second)
-    assert pool.num_free_blocks == 2
-    pool.check_integrity([])
 
 
 def test_sharing_takes_a_reference_without_a_hash():
@@ -127,16 +99,6 @@ def test_a_flushed_pool_has_empty_blocks_alone():
     pool.check_integrity([])
 
 
-def test_evicted_block_is_not_found_and_can_be_published_anew():
-    pool = BlockPool(1, 4)
-    pool.release(published(pool, A))
-    table = published(pool, B)
-    assert pool.match_prefix([A]) == []
-    pool.check_integrity([table])
-    pool.release(table)
-    assert pool.match_prefix([B]) == table
-
-
 def test_duplicate_hash_keeps_the_first_block():
     pool = BlockPool(2, 4)
     (first,) = published(pool, A)
@@ -145,13 +107,6 @@ def test_duplicate_hash_keeps_the_first_block():
     pool.release([second])
     assert pool.allocate(1) == [second], "the duplicate went back unnamed, so it is taken first"
     assert pool.match_prefix([A]) == [first]
-
-
-def test_publishing_twice_under_the_same_hash_changes_nothing():
-    pool = BlockPool(1, 4)
-    (block_id,) = published(pool, A)
-    pool.publish(block_id, A)
-    pool.check_integrity([[block_id]])
 
 
 def test_without_prefix_caching_nothing_is_found():

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from outrider.verifier_service.messages.draft import Draft
-from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.masks import MaskBlocks, MaskPlanner, PlacedMasks
 from outrider.verifier_service.scheduling.outcome import row_starts
 from outrider.verifier_service.scheduling.schedule import Schedule
-from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.scheduling.scheduler import Scheduler
+from support import parts
 
 MASK = 99
 BLOCKS = MaskBlocks(token_id=MASK, length=2)
-BLOCK_SIZE = 4
 
 
 def make_scheduler(num_blocks: int = 16, blocks: MaskBlocks = BLOCKS, **limits: int) -> Scheduler:
-    config = SchedulerConfig(**{"max_model_len": 64, "vocab_size": 100, **limits})
-    scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE))
+    scheduler = parts.scheduler(num_blocks, **limits)
     scheduler.shares.masks = MaskPlanner(blocks)
     return scheduler
 
 
-def added(scheduler: Scheduler, name: str = "a", num_prompt_tokens: int = 3, max_tokens: int = 16, **plan) -> Request:
-    request = Request(
-        request_id=name,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        token_ids=list(range(1, num_prompt_tokens + 1)),
-        num_prompt_tokens=num_prompt_tokens,
-        plan=SpeculationPlan(**({"draft_length": 2} | plan)),
-        arrival_s=0.0,
-    )
+def added(scheduler: Scheduler, name: str = "a", **fields: Any) -> Request:
+    request = parts.request(name, **{"draft_length": 2, **fields})
     scheduler.add(request)
     return request
 
@@ -45,10 +37,6 @@ def step(scheduler: Scheduler, committed: list[int], num_accepted: int = 0) -> S
             scheduler.commit(item, committed, tuple(range(num_accepted)))
     scheduler.check_integrity()
     return schedule
-
-
-def drafted(request: Request, *token_ids: int) -> None:
-    request.draft = Draft(request_id=request.request_id, round_id=0, position=request.num_tokens, token_ids=token_ids)
 
 
 def test_a_prompt_ends_with_the_block_of_no_draft():
@@ -67,7 +55,7 @@ def test_behind_a_draft_stands_a_block_for_each_of_its_prefixes():
     scheduler = make_scheduler()
     request, other = added(scheduler), added(scheduler, "b", draft_length=0)
     step(scheduler, [5])
-    drafted(request, 6, 7)
+    request.draft = parts.draft(request, [6, 7])
     schedule = scheduler.schedule(0.0)
     batch = schedule.batch
     assert batch.token_ids == [5, 6, 7, *[MASK] * 6, 5]
@@ -103,8 +91,8 @@ def test_behind_a_draft_stands_a_block_for_each_of_its_prefixes():
     ids=str,
 )
 def test_masks_are_there_where_they_fit_and_a_draft_can_follow(limits: dict, num_masks: int):
-    own = {name: limits.pop(name) for name in ("max_tokens", "draft_length", "drafter_id") if name in limits}
-    scheduler = make_scheduler(**limits)
+    own = {name: limits[name] for name in ("max_tokens", "draft_length", "drafter_id") if name in limits}
+    scheduler = make_scheduler(**{name: value for name, value in limits.items() if name not in own})
     added(scheduler, **own)
     assert step(scheduler, [5]).batch.token_ids.count(MASK) == num_masks
 
@@ -120,7 +108,7 @@ def test_the_draft_comes_before_masks_where_not_all_fit():
     scheduler = make_scheduler(max_num_batched_tokens=6)
     request = added(scheduler)
     step(scheduler, [5])
-    drafted(request, 6, 7)
+    request.draft = parts.draft(request, [6, 7])
     assert step(scheduler, [6, 7, 8], 2).batch.token_ids == [5, 6, 7, MASK, MASK]
 
 

@@ -4,13 +4,9 @@ import random
 
 import pytest
 
-from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
-
-
-def make_request(name: str) -> Request:
-    sampling, plan = SamplingParams(), SpeculationPlan()
-    return Request(request_id=name, sampling=sampling, token_ids=[1], num_prompt_tokens=1, plan=plan, arrival_s=0.0)
+from support import parts
 
 
 def test_an_empty_queue_has_no_first():
@@ -22,9 +18,9 @@ def test_an_empty_queue_has_no_first():
 
 def test_a_request_waits_once():
     queue = WaitingQueue()
-    queue.push((0.0, 1), make_request("a"))
+    queue.push((0.0, 1), parts.request("a"))
     with pytest.raises(AssertionError, match="a waits already"):
-        queue.push((0.0, 1), make_request("a"))
+        queue.push((0.0, 1), parts.request("a"))
 
 
 def test_any_use_equals_sorting():
@@ -34,7 +30,7 @@ def test_any_use_equals_sorting():
     for index in range(5000):
         action = rng.random()
         if action < 0.5:
-            seniority, request = (float(rng.randrange(20)), index), make_request(str(index))
+            seniority, request = (float(rng.randrange(20)), index), parts.request(str(index))
             queue.push(seniority, request)
             reference[seniority] = request
         elif action < 0.7 and reference:
@@ -52,8 +48,8 @@ def test_any_use_equals_sorting():
 
 def test_a_queue_that_does_not_move_stays_small():
     queue = WaitingQueue()
-    queue.push((0.0, 0), make_request("first"))
+    queue.push((0.0, 0), parts.request("first"))
     for index in range(1, 10_000):
-        queue.push((1.0, index), make_request(str(index)))
+        queue.push((1.0, index), parts.request(str(index)))
         queue.discard((1.0, index))
     assert len(queue._heap) <= 3
