@@ -237,15 +237,6 @@ def test_lost_drafter_lets_its_requests_go_on_and_another_takes_over(bench: Benc
     assert opening.token_ids == (1, 2, 3, 9), "a new drafter gets everything"
 
 
-def test_drafter_that_comes_back_is_told_everything_again(bench: Bench):
-    request = bench.request()
-    bench.ask()
-    bench.receive(down())
-    bench.receive(up())
-    request.token_ids.append(9)
-    assert isinstance(bench.ask()[0][1], Open)
-
-
 def test_resync_reopens_within_the_same_deadline(bench: Bench):
     request = bench.request()
     bench.ask()
@@ -298,15 +289,6 @@ def priced() -> Bench:
     config = CoordinatorConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
     bench.coordinator = DraftCoordinator(bench.client, config, pricing=HeardPricing())
     return bench
-
-
-def test_pricing_hears_who_drafts_and_who_is_told_predictions(priced: Bench):
-    priced.receive(up("d"), up("lookahead", needs=DraftNeeds(predictions=True)))
-    for drafter_id in ("d", "lookahead"):
-        priced.requests.clear()
-        priced.request(drafter_id, drafter_id=drafter_id)
-        priced.ask()
-    assert priced.coordinator._pricing.heard == [("d", 3, False), ("lookahead", 3, True)]
 
 
 def test_a_draft_is_as_long_as_the_record_of_the_drafter_that_will_make_it_says(priced: Bench):
@@ -592,44 +574,7 @@ def test_a_tree_is_judged_by_what_was_asked_for(parents, is_good: bool):
     assert bench.coordinator.fallbacks == ({} if is_good else {"bad_draft": 1})
 
 
-def test_after_a_resync_the_same_shape_is_asked_for():
-    bench = Bench(max_tree_nodes=5)
-    bench.receive(up())
-    request = bench.request()
-    bench.ask()
-    bench.receive(said(Resync(request_id="a")))
-    commit = bench.client.take()[-1][1]
-    assert (commit.max_length, commit.max_nodes) == (3, 5)
-    bench.receive(said(answer(commit, 7, 8, parents=(-1, -1))))
-    assert request.draft is not None
-
-
 # --- what drafters are told ---
-
-
-def test_states_go_before_the_ask_every_position_once():
-    bench = Bench(SpanStates())
-    bench.receive(up(needs=DraftNeeds(taps=(0, -1))))
-    request = bench.request()
-    request.num_computed_tokens = 2  # of 3: the last token is never computed
-    opening, states, commit = (message for _, message in bench.ask())
-    assert (type(opening), span(states), type(commit)) == (Open, (0, 2), Commit)
-    bench.receive(said(answer(commit, 7)))
-    request.token_ids += [7, 8]
-    request.num_computed_tokens = 4
-    states, commit = (message for _, message in bench.ask())
-    assert (span(states), type(commit)) == ((2, 4), Commit)
-
-
-def test_a_drafter_of_the_last_state_gets_that_one_alone():
-    bench = Bench(SpanStates())
-    bench.receive(up(needs=DraftNeeds(taps=(-1,), last_state_only=True)))
-    request = bench.request()
-    for num_computed in (2, 5):
-        request.token_ids = list(range(num_computed + 1))
-        request.num_computed_tokens = num_computed
-        states = next(message for _, message in bench.ask() if isinstance(message, States))
-        assert span(states) == (num_computed - 1, num_computed)
 
 
 @pytest.mark.parametrize(("states", "needs"), [(None, DraftNeeds(taps=(0,))), (SpanStates(), DraftNeeds())])
@@ -638,35 +583,6 @@ def test_nobody_is_told_states_that_it_does_not_need_or_that_are_not_kept(states
     bench.receive(up(needs=needs))
     bench.request().num_computed_tokens = 2
     assert [type(message) for _, message in bench.ask()] == [Open, Commit]
-
-
-@pytest.mark.parametrize("last_state_only", [False, True])
-def test_a_request_preempted_while_its_drafter_lost_it_tells_its_states_later(last_state_only: bool):
-    bench = Bench(SpanStates())
-    bench.receive(up(needs=DraftNeeds(taps=(0,), last_state_only=last_state_only)))
-    request = bench.request()
-    request.num_computed_tokens = 2
-    commit = bench.ask()[-1][1]
-    request.num_computed_tokens = 0
-    bench.receive(said(Resync(request_id="a")))
-    again = [message for _, message in bench.client.take()]
-    assert [type(message) for message in again] == [Open, Commit]
-    bench.receive(said(answer(commit)), said(answer(again[-1])))
-    request.token_ids.append(9)
-    request.num_computed_tokens = 3
-    states = bench.ask()[0][1]
-    assert span(states) == ((2, 3) if last_state_only else (0, 3))
-
-
-def test_a_resync_brings_the_states_again():
-    bench = Bench(SpanStates())
-    bench.receive(up(needs=DraftNeeds(taps=(0,))))
-    bench.request().num_computed_tokens = 2
-    bench.ask()
-    bench.receive(said(Resync(request_id="a")))
-    opening, states, _ = (message for _, message in bench.client.take())
-    assert isinstance(opening, Open)
-    assert span(states) == (0, 2)
 
 
 def test_another_drafter_gets_all_states():
@@ -733,14 +649,6 @@ def test_where_the_answer_has_left_its_prediction_a_drafter_is_asked():
     assert request.hold_until_s is not None
 
 
-def test_a_prediction_needs_no_drafter_and_keeps_to_the_requests_places():
-    bench = Bench()
-    request = predicting(bench, (7, 8, 9, 10, 11), max_tokens=3)
-    bench.ask()
-    assert request.draft is not None
-    assert request.draft.token_ids == (7, 8)
-
-
 @pytest.mark.parametrize("options", [{"draft_length": 0}, {"num_speculative_tokens": 0}])
 def test_where_drafts_are_off_so_is_the_prediction(options: dict):
     bench = Bench()
@@ -748,24 +656,3 @@ def test_where_drafts_are_off_so_is_the_prediction(options: dict):
     request = predicting(bench, (7, 8, 9), **options)
     bench.ask()
     assert request.draft is None
-
-
-def test_a_round_that_was_under_way_is_not_waited_for():
-    bench = Bench()
-    bench.receive(DrafterEvent(drafter_id="d"))
-    request = predicting(bench, (7, 8, 9, 10, 11))
-    request.token_ids += [50]
-    bench.ask()
-    request.hold_until_s = None
-    request.token_ids += [7, 8, 9]
-    assert bench.ask() == []
-    assert request.draft is not None
-    assert request.draft.token_ids == (10, 11)
-
-
-def test_nothing_is_kept_of_a_prediction_whose_request_is_gone():
-    bench = Bench()
-    request = predicting(bench, (7, 8, 9))
-    bench.ask()
-    bench.coordinator.close(request)
-    assert bench.coordinator.request_ids == set()

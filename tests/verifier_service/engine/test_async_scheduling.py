@@ -9,7 +9,6 @@ import pytest
 
 from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request, tokens_of
 from outrider.verifier_service.engine.launched_step import LaunchedStep
-from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.messages.draft import DrafterEvent
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import (
@@ -72,26 +71,6 @@ def test_when_the_last_request_stops_the_step_after_is_dropped():
     bench.add("b", prompt=(7, 7), max_tokens=4)
     outputs = bench.finish()["b"]
     assert tokens_of(outputs) == greedy_tokens(4, (7, 7))
-
-
-def test_a_cancelled_request_gets_nothing_from_the_step_that_runs_and_its_id_can_be_used_again():
-    bench = AsyncBench(drafters=())
-    bench.add("a", max_tokens=9)
-    bench.step()
-    bench.engine.cancel("a")
-    assert bench.engine.scheduler.kv_usage == 0.0
-    bench.add("a", prompt=(7, 7), max_tokens=3)
-    assert tokens_of(bench.finish()["a"]) == greedy_tokens(3, (7, 7))
-
-
-def test_who_comes_while_a_step_runs_is_in_the_next_to_be_launched():
-    bench = AsyncBench(drafters=())
-    bench.add("a", max_tokens=5)
-    bench.step()
-    bench.add("b", prompt=(7, 7), max_tokens=2)
-    assert [output.request_id for output in bench.step()] == ["a"]
-    assert [output.request_id for output in bench.step()] == ["a", "b"]
-    assert tokens_of(bench.finish()["a"]) == EXPECTED[3:5]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +343,3 @@ def test_without_what_marks_them_rows_that_followed_a_wrong_token_are_seen(monke
         bench.add(**sampling)
         tokens.append(tokens_of(bench.finish()["a"]))
     assert tokens[0] != tokens[1]
-
-
-def test_a_placeholder_is_no_token():
-    assert [placeholder_token(place) for place in range(3)] == [-1, -2, -3]

@@ -57,49 +57,6 @@ def test_the_scripts_tokens_are_distinct():
     assert len(set(EXPECTED[:6])) == 6, "or the stop tokens below would come earlier than meant"
 
 
-def test_plain_generation_ends_at_max_tokens():
-    bench = EngineBench(drafters=())
-    bench.add(max_tokens=7)
-    outputs = bench.finish()["a"]
-    assert [output.token_ids for output in outputs] == [(token_id,) for token_id in EXPECTED[:7]]
-    assert [output.finish_reason for output in outputs] == [None] * 6 + [FinishReason.LENGTH]
-    assert bench.engine.scheduler.kv_usage == 0.0
-
-
-def test_a_long_prompt_is_computed_in_chunks_that_yield_nothing():
-    prompt = range(10)
-    bench = EngineBench(max_num_batched_tokens=4)
-    bench.add(prompt=prompt, max_tokens=2)
-    assert bench.step() == []
-    assert bench.step() == []
-    assert bench.step_one().token_ids == greedy_tokens(1, prompt)
-    assert [batch.num_tokens for batch in bench.runner.batches] == [4, 4, 2]
-
-
-def test_a_request_that_finishes_leaves_the_others_running():
-    bench = EngineBench()
-    bench.add("a", max_tokens=1)
-    bench.add("b", prompt=(7, 7), max_tokens=3)
-    first, second = bench.step()
-    assert (first.finish_reason, second.finish_reason) == (FinishReason.LENGTH, None)
-    assert bench.engine.requests.keys() == {"b"}
-    assert tokens_of([second, *bench.finish()["b"]]) == greedy_tokens(3, (7, 7))
-
-
-def test_an_accepted_draft_and_its_bonus_come_in_one_output():
-    bench = bench_before_draft()
-    bench.drafts.answer(EXPECTED[1:5])
-    assert bench.step_one().token_ids == EXPECTED[1:6]
-
-
-def test_a_rejected_token_is_recovered_and_leaves_no_trace():
-    bench = bench_before_draft(max_tokens=12)
-    bench.drafts.answer((EXPECTED[1], WRONG[EXPECTED[2]], EXPECTED[3]))
-    output = bench.step_one()
-    assert output.token_ids == EXPECTED[1:3]
-    assert tokens_of(bench.finish()["a"]) == EXPECTED[3:12]
-
-
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(num_before: int):
     bench = bench_before_draft(stop_token_ids=(EXPECTED[1 + num_before],))
@@ -110,13 +67,6 @@ def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(num_before:
     assert not bench.engine.has_work()
     assert bench.engine.scheduler.kv_usage == 0.0
     assert bench.drafts.sent[-1] == ("d", Close(request_id="a"))
-
-
-def test_a_stop_token_as_bonus_stops():
-    bench = bench_before_draft(stop_token_ids=(EXPECTED[3],))
-    bench.drafts.answer(EXPECTED[1:3])
-    output = bench.step_one()
-    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:4], FinishReason.STOP)
 
 
 def test_a_stop_token_that_was_drafted_wrongly_stops_nothing():
@@ -230,25 +180,6 @@ def test_cancelling_a_held_request_frees_everything_and_its_late_draft_is_stale(
     bench.engine.cancel("never seen")
 
 
-def test_cancelling_one_request_leaves_the_others_tokens_alone():
-    bench = EngineBench()
-    for name in ("a", "b"):
-        bench.add(name, max_tokens=6)
-    bench.step()
-    bench.engine.cancel("a")
-    outputs = bench.finish()
-    assert outputs.keys() == {"b"}
-    assert tokens_of(outputs["b"]) == EXPECTED[1:6]
-
-
-def test_a_waiting_request_can_be_cancelled():
-    bench = EngineBench()
-    bench.add()
-    bench.engine.cancel("a")
-    assert bench.step() is None
-    assert not bench.runner.batches
-
-
 # --- speculation ---
 
 
@@ -323,16 +254,6 @@ def test_a_plan_of_length_zero_turns_speculation_off_and_says_why():
     assert tokens_of(outputs) == EXPECTED[1:6]
     assert outputs[-1].speculation.disabled_reason == "load"
     assert [type(message) for _, message in bench.drafts.sent[num_sent:]] == [Close]
-
-
-def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens():
-    prompt = tuple(range(9))  # two full blocks of 4, and the last token
-    bench = EngineBench()
-    for name in ("a", "b"):
-        bench.add(name, prompt=prompt, max_tokens=2)
-        outputs = bench.finish()[name]
-        assert tokens_of(outputs) == greedy_tokens(2, prompt)
-    assert outputs[0].num_cached_tokens == 8
 
 
 # --- where tokens came from ---
@@ -415,19 +336,6 @@ def test_a_stop_token_on_a_trees_path_ends_the_output_there(stop: int, num_token
     assert [entry.logprob for entry in output.logprobs] == pytest.approx(
         [expected_logprob([*PROMPT, *EXPECTED[:length]], EXPECTED[length]) for length in range(1, 1 + num_tokens)]
     )
-
-
-def test_logprobs_of_a_path_come_from_its_own_rows():
-    bench = bench_before_draft(max_tree_nodes=5, logprobs=0)
-    bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
-    assert [entry.rank for entry in bench.step_one().logprobs] == [1, 1, 1, 1]
-
-
-def test_a_tree_that_was_not_asked_for_is_a_bad_draft():
-    bench = bench_before_draft()
-    bench.drafts.answer(TREE, PARENTS)
-    assert bench.step_one().token_ids == EXPECTED[1:2]
-    assert bench.engine.drafting.fallbacks == {"bad_draft": 1}
 
 
 def test_predictions_follow_every_row_and_only_who_needs_them_gets_them():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from typing import NoReturn
 
@@ -77,14 +76,6 @@ def test_asks_and_tokens_are_on_their_way_when_a_step_is_learnt_from():
         assert loop.engine.pricing.num_learnt >= 2
 
 
-def test_requests_go_in_and_their_tokens_come_out():
-    with looping() as loop:
-        loop.say(make_request("a", max_tokens=5), make_request("b", prompt=(1,), max_tokens=3))
-        loop.hear_until(lambda: loop.finished() == {"a", "b"})
-        assert loop.tokens("a") == greedy_tokens(5)
-        assert loop.tokens("b") == greedy_tokens(3, (1,))
-
-
 def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
     with looping() as loop:
         loop.say(make_request("bad", prompt=(97,)))
@@ -95,18 +86,6 @@ def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
         loop.say(make_request("good", max_tokens=1))
         loop.hear_until(lambda: "good" in loop.finished())
         assert sum(output.request_id == "bad" for output in loop.outputs) == 1, "told once"
-
-
-def test_a_request_that_does_not_decode_is_answered_by_the_field_and_the_loop_goes_on():
-    bad = encode(make_request("bad", max_tokens=77)).replace(b"max_tokens\x4d", b"max_tokens\x00")
-    with looping() as loop:
-        loop.say(make_request("before", max_tokens=30))
-        loop.hear_until(lambda: loop.outputs)  # what arrives now may be read beside a step
-        loop.say(bad, make_request("good", max_tokens=1))
-        loop.hear_until(lambda: loop.finished() == {"before", "bad", "good"})
-        (output,) = [output for output in loop.outputs if output.request_id == "bad"]
-        assert output.finish_reason is FinishReason.ERROR
-        assert "max_tokens" in output.error
 
 
 def test_asks_are_relayed_and_drafts_taken_in():
@@ -133,37 +112,6 @@ def test_a_bad_relay_is_counted_and_the_round_still_open():
         assert loop.drafts.num_bad_frames == 1
         loop.hear_until(lambda: loop.loads and loop.loads[-1].counters.num_bad_frames == 1)
         assert loop.outputs[-1].speculation.num_accepted_tokens == 3
-
-
-def test_a_lost_peer_frees_the_requests_that_wait_for_it():
-    with looping() as loop:
-        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(3)))
-        loop.hear_until(loop.asks)
-        loop.say(PeerState(peer="d", is_up=False))
-        loop.hear_until(lambda: "a" in loop.finished())
-        assert loop.tokens("a") == greedy_tokens(4)
-        assert loop.outputs[-1].speculation.disabled_reason == "drafter_unavailable"
-
-
-def test_a_draft_that_never_comes_is_waited_for_until_its_deadline():
-    with looping(deadline_s=0.05) as loop:
-        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=3, **wait_for_drafts(3)))
-        loop.hear_until(lambda: "a" in loop.finished())
-        assert loop.tokens("a") == greedy_tokens(3)
-        assert loop.outputs[-1].speculation.num_empty_rounds >= 1
-        assert loop.engine.drafting.fallbacks["timeout"] >= 1
-
-
-def test_a_cancelled_request_is_heard_of_no_more():
-    with looping() as loop:
-        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
-        loop.hear_until(loop.asks)
-        loop.say(Cancel(request_id="a"), Cancel(request_id="unknown"))
-        loop.hear_until(lambda: loop.heard_by_drafter()[-1] == Close(request_id="a"))
-        loop.say(make_request("b", max_tokens=1))
-        loop.hear_until(lambda: "b" in loop.finished())
-        assert "a" not in loop.finished()
-        assert not loop.engine.requests
 
 
 def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_heard_of_no_more():
@@ -203,14 +151,6 @@ def test_plans_reach_the_engine():
         loop.hear_until(lambda: "a" in loop.finished())
         assert len(loop.asks()) == 1, "off: no ask after the plan"
         assert loop.outputs[-1].speculation.disabled_reason == "load"
-
-
-def test_loads_are_reported_while_nothing_happens():
-    with looping() as loop:
-        loop.hear_until(lambda: len(loop.loads) >= 2)
-        for load in loop.loads:
-            assert (load.num_running, load.num_waiting, load.counters.num_steps, load.requests) == (0, 0, 0, ())
-            assert load.counters.idle_s == 0.0, "without requests nothing is lost"
 
 
 def test_a_load_that_halves_is_reported_at_once():
@@ -349,17 +289,6 @@ def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_output
     assert list(update_frames(update)) == [encode(update)]
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with a held request"])
-def test_the_loop_ends_quietly_when_the_pipe_closes(is_busy: bool):
-    loop = Loop(NEVER_S)
-    if is_busy:
-        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
-        loop.hear_until(loop.asks)
-    begin_s = time.monotonic()
-    loop.end()
-    assert time.monotonic() - begin_s < PATIENCE_S / 2
-
-
 def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
     loop = Loop(NEVER_S)
     execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
@@ -375,17 +304,3 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
     loop.pipe.close()
     release.set()
     loop.end()
-
-
-def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
-    loop = Loop(NEVER_S)
-
-    def fail(batch, chosen):
-        raise ArithmeticError("no device")
-
-    loop.runner.execute = fail
-    loop.say(make_request("a"))
-    with pytest.raises((EOFError, ConnectionError)):
-        loop.hear_until(lambda: False)
-    loop.thread.join(PATIENCE_S)
-    assert isinstance(loop.error, ArithmeticError)

@@ -66,11 +66,6 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 @contextlib.asynccontextmanager
 async def served(engine: ScriptedEngine, rules: ControlRules = NO_ORDERS) -> AsyncIterator[Any]:
     """Serve the engine's tables; yields a stub."""
@@ -169,26 +164,6 @@ async def test_no_gateway_cancels_anothers_request():
     engine.table.take(stream, encode(make_request("a")))
     engine.table.take(GatewayStream(), encode(Cancel(request_id="a")))
     assert engine.received == [make_request("a")]
-
-
-async def test_a_table_whose_engine_is_lost_tells_every_gateway():
-    engine, streams = ScriptedEngine(), {name: GatewayStream() for name in "ab"}
-    for name, stream in streams.items():
-        engine.table.take(stream, encode(make_request(name)))
-    engine.is_dead = True
-    engine.table.fail("killed")
-    for name, stream in streams.items():
-        assert told(stream)[1:] == [Refused(request_id=name, error="killed", is_lost=True)]
-    assert len(engine.table) == 0
-    assert not any(isinstance(message, Cancel) for message in engine.received)
-
-
-async def test_a_request_that_cannot_be_handed_over_is_forgotten():
-    engine, stream = ScriptedEngine(), GatewayStream()
-    engine.is_dead = True
-    engine.table.take(stream, encode(make_request("a")))
-    assert told(stream) == [Refused(request_id="a", error="the engine is gone", is_lost=True)]
-    assert len(engine.table) == 0
 
 
 async def test_a_requests_bytes_pass_unopened():
@@ -350,14 +325,6 @@ async def test_the_streams_end_cancels_its_requests(how: str):
         await until(lambda: len(engine.received) == 2)
         assert engine.received[-1] == Cancel(request_id="a")
         assert len(engine.table) == 0
-
-
-async def test_a_gateway_that_goes_away_with_its_channel_cancels_too():
-    engine = ScriptedEngine()
-    async with gateway_at(engine) as gateway:
-        await gateway.say(make_request("a"))
-        await until(lambda: engine.received)
-    await until(lambda: Cancel(request_id="a") in engine.received)
 
 
 async def test_a_lost_engine_is_told_to_running_and_to_new_requests():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,16 +14,11 @@ from outrider.verifier_service.engine.step_profile import (
     StepProfile,
     measure_step_profile,
 )
-from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
 
 
 def profile_of(runner: TimedRunner, max_tokens: int) -> StepProfile:
     return measure_step_profile(runner, max_tokens, lambda: runner.now_s)
-
-
-def plain_batches(runner: TimedRunner) -> list[ScheduledBatch]:
-    return [batch for batch in runner.batches if batch.context_lengths[0] == 1]
 
 
 def straight(count: int) -> float:
@@ -48,13 +42,6 @@ def test_counts_double_up_to_the_smaller_limit_with_a_middle_where_the_curve_is_
     times = profile_of(TimedRunner(straight, num_blocks=num_blocks), max_tokens).step_times
     assert [time.num_tokens for time in times] == counts
     assert [time.seconds for time in times] == pytest.approx([straight(count) for count in counts])
-
-
-def test_every_count_is_warmed_up_once_and_then_repeated():
-    runner = TimedRunner(straight)
-    profile_of(runner, 8)
-    num_batches = Counter(batch.num_tokens for batch in plain_batches(runner))
-    assert num_batches == dict.fromkeys((1, 2, 3, 4, 6, 8), 1 + NUM_REPEATS)
 
 
 def test_a_machine_that_stands_still_most_of_the_time_makes_no_step_slower():
@@ -94,21 +81,6 @@ def test_a_slow_machine_is_not_measured_for_ever():
     assert runner.now_s < doublings_s + GAPS_PATIENCE_S + slowest_s + slowest_s, "the last middle, and the context"
 
 
-def test_batches_are_one_token_sequences_in_blocks_of_their_own():
-    runner = TimedRunner(straight, num_blocks=8)
-    profile_of(runner, 8)
-    for batch in plain_batches(runner):
-        count = batch.num_tokens
-        assert batch.query_lengths == batch.context_lengths == [1] * count
-        assert batch.positions == [0] * count
-        assert batch.logits_indices == list(range(count))
-        blocks = [block_id for table in batch.block_tables for block_id in table]
-        assert len(set(blocks)) == count
-        assert all(0 <= block_id < runner.num_blocks for block_id in blocks)
-        assert batch.slot_mapping == [block_id * runner.block_size for block_id in blocks]
-        assert all(0 <= token_id < runner.vocab_size for token_id in batch.token_ids)
-
-
 @pytest.mark.parametrize(
     ("max_model_len", "num_blocks", "sequences", "length"),
     [(64, 64, 4, 64), (50, 64, 5, 48), (1024, 64, 1, 256), (64, 1024, 8, 64)],
@@ -123,10 +95,6 @@ def test_what_reading_the_context_takes_is_measured(max_model_len: int, num_bloc
     assert len(set(blocks)) == len(blocks)
     assert context.num_tokens == sequences * length
     assert context.seconds == pytest.approx(1e-6, rel=0.03), "but for the one position of the others"
-
-
-def test_without_a_curve_there_is_no_context():
-    assert profile_of(TimedRunner(straight), 1).context is None
 
 
 def test_from_the_first_step_on_long_contexts_are_dearer():

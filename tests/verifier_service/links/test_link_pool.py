@@ -115,16 +115,6 @@ def draft_of(num_tokens: int, vocab_size: int = 97) -> Draft:
     )
 
 
-async def test_a_drafter_that_is_named_comes_up_with_its_vocabulary():
-    drafter = Drafter("d", vocab_size=101)
-    async with serving(drafter) as scene:
-        assert scene.pool.linked_drafters == ()
-        await scene.pool.hold([drafter.endpoint()])
-        await until(lambda: scene.told)
-        assert scene.told == [up("d", 101)]
-        assert scene.pool.linked_drafters == ("d",)
-
-
 async def test_messages_go_to_their_own_peer_and_answers_come_back_named():
     first, second = Drafter("d"), Drafter("e", vocab_size=101)
     async with serving(first, second) as scene:
@@ -139,18 +129,6 @@ async def test_messages_go_to_their_own_peer_and_answers_come_back_named():
         scene.ask("e", OPEN, COMMIT)
         await until(lambda: len(scene.answers()) == 3)
         assert scene.answers()[-1] == ("e", draft_of(3, 101))
-
-
-async def test_messages_for_several_peers_in_one_call_are_told_apart():
-    first, second = Drafter("d"), Drafter("e")
-    async with serving(first, second) as scene:
-        await scene.pool.hold([first.endpoint(), second.endpoint()])
-        await until(lambda: len(scene.told) == 2)
-        relays = [Relay(peer=peer, payload=encode(message)) for message in (OPEN, COMMIT) for peer in ("d", "e")]
-        scene.pool.send(relays)
-        await until(lambda: len(scene.answers()) == 2)
-        assert sorted(peer for peer, _ in scene.answers()) == ["d", "e"]
-        assert [draft for _, draft in scene.answers()] == [draft_of(3)] * 2
 
 
 async def test_messages_for_an_unknown_peer_are_lost_silently():
@@ -255,31 +233,6 @@ async def test_a_drafter_that_never_came_up_leaves_without_a_word():
         assert scene.pool.linked_drafters == ()
         await scene.pool.hold([])
         assert scene.told == []
-
-
-async def test_a_drafter_that_dies_goes_down():
-    drafter = Drafter("d")
-    async with serving(drafter) as scene:
-        await scene.pool.hold([drafter.endpoint()])
-        await until(lambda: scene.told)
-        await drafter.server.stop(grace=None)
-        await until(lambda: len(scene.told) == 2)
-        assert scene.told[-1] == down("d")
-        assert scene.pool.linked_drafters == ()
-        scene.ask("d", COMMIT)
-        await scene.pool.hold([])
-        assert len(scene.told) == 2, "down is told once"
-
-
-async def test_closing_lets_go_of_every_link():
-    first, second = Drafter("d"), Drafter("e")
-    async with serving(first, second) as scene:
-        await scene.pool.hold([first.endpoint(), second.endpoint()])
-        await until(lambda: len(scene.told) == 2)
-        await scene.pool.close()
-        assert sorted(state.peer for state in scene.told[2:]) == ["d", "e"]
-        assert not any(state.is_up for state in scene.told[2:])
-        assert scene.pool.linked_drafters == ()
 
 
 class Babbler(DrafterLinkServicer):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import pytest
 
-from outrider.verifier_service.messages import draft as drafting
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     ROOT,
     Draft,
-    DrafterEvent,
-    DrafterMessage,
     DraftSampling,
     SparseRow,
-    VerifierMessage,
     check_draft,
 )
 
@@ -167,17 +162,6 @@ def test_each_parent_has_the_row_that_drew_its_children(rows: tuple[SparseRow, .
 def test_confidences_are_probabilities(confidences: tuple[float, ...], problem: str | None) -> None:
     draft = Draft(request_id="r", round_id=1, position=5, token_ids=(1, 2), confidences=confidences)
     assert check_draft(draft, draft_vocab_size=VOCAB_SIZE, max_length=4) == problem
-
-
-@pytest.mark.parametrize("message", [*typing.get_args(VerifierMessage), *typing.get_args(DrafterMessage)])
-def test_a_message_of_the_link_names_its_request(message: type) -> None:
-    assert dataclasses.fields(message)[0].name == "request_id"
-    assert message.__module__ == drafting.__name__
-
-
-def test_an_event_without_a_message_is_only_a_change_of_state() -> None:
-    assert DrafterEvent(drafter_id="d").message is None
-    assert DrafterEvent(drafter_id="d").is_up
 
 
 def test_a_draft_is_asked_for_with_the_sampling_fields_of_its_request() -> None:

@@ -14,8 +14,6 @@ from outrider.verifier_service.model.attention import (
     AttentionOptions,
     KVPool,
     LayerShape,
-    ShapeRecorder,
-    attend_by_hand,
     attend_paged,
     entered,
     group_members,
@@ -23,10 +21,8 @@ from outrider.verifier_service.model.attention import (
 from tiny.attention_steps import (
     ANY_SCHEDULE,
     BLOCK_SIZE,
-    HEAD_DIM,
     NUM_BLOCKS,
     OPTIONS,
-    SHAPE,
     SPANS,
     make_pool,
     run_both,
@@ -58,16 +54,6 @@ def test_any_schedule_equals_the_reference(spans, window, seed):
     spans = [(length, length + old) for length, old in spans]
     got, expected = run_both(make_pool(), spans, AttentionOptions(sliding_window=window), seed)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_by_hand_equals_the_fused_call():
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn(2, 6, 4, HEAD_DIM, generator=generator)
-    key, value = torch.randn(2, 2, 2, 9, HEAD_DIM, generator=generator)
-    bias = torch.zeros(2, 1, 4, 9).masked_fill_(torch.rand(2, 1, 4, 9, generator=generator) < 0.3, float("-inf"))
-    bias[..., 0] = 0.0
-    fused = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
-    torch.testing.assert_close(attend_by_hand(query, key, value, bias, AttentionOptions(), repeats=1), fused)
 
 
 def test_short_queries_share_a_call_with_contexts_of_like_length():
@@ -116,15 +102,6 @@ class Recorder:
         return query
 
 
-def test_the_registered_function_passes_everything_on():
-    module = torch.nn.Module()
-    module.layer_idx = 3
-    tensor, sinks, recorder = torch.zeros(1, 2, 3, 4), torch.ones(2), Recorder()
-    with entered(recorder):
-        attend_paged(module, tensor, tensor, tensor, None, scaling=2.0, sliding_window=7, softcap=5.0, s_aux=sinks)
-    assert recorder.options == AttentionOptions(scaling=2.0, sliding_window=7, softcap=5.0, sinks=sinks)
-
-
 def test_contexts_do_not_nest_and_end():
     module, tensor = torch.nn.Module(), torch.zeros(1, 2, 3, 4)
     module.layer_idx = 0
@@ -134,11 +111,3 @@ def test_contexts_do_not_nest_and_end():
         raise RuntimeError("inside")
     with pytest.raises(AssertionError, match="outside"):
         attend_paged(module, tensor, tensor, tensor, None)
-
-
-def test_the_recorder_notes_shapes():
-    recorder = ShapeRecorder()
-    output = recorder.attend(4, torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 6), AttentionOptions())
-    assert output.shape == (1, 6, 6)
-    assert recorder.shapes == {4: SHAPE}
-    assert SHAPE.num_elements == 28

@@ -14,7 +14,7 @@ from outrider.verifier_service.model.library_model import LibraryModel
 from outrider.verifier_service.model.packed_linear import PlainLinear
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
-from tiny.models import make_model, without_kernels
+from tiny.models import make_model
 
 SHARDED = "sums over 3 ranks"
 
@@ -49,8 +49,3 @@ def test_a_single_foreign_layer_is_named():
     assert batch_dependent(decoder_of("mixtral")) == ()
     library = make_model("llama")
     assert batch_dependent(LibraryModel(library)) == ("the transformers library's layers",)
-
-
-def test_without_a_compiler_torchs_operators_are_named():
-    with without_kernels():
-        assert "torch's operators" in batch_dependent(decoder_of("llama"))

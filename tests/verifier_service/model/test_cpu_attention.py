@@ -118,31 +118,6 @@ def test_trees_and_masks_equal_torchs(dim: int, window: int | None):
     assert (attended(chains, torch.float32, dim=dim, **options) - expected).abs().max() > 0.01 or window == 1
 
 
-def test_all_keys_are_written_first():
-    batch = batch_of([9, 40, 12, 30], [1, 25, 4, 3], [[], [], [-1, 0, 0], []])
-    pool, tensors = drawn(batch, torch.float32)
-    in_place(batch, pool).attend(0, *tensors, AttentionOptions())
-    assert torch.equal(pool.keys[0][batch.slot_mapping], tensors[1])
-    assert torch.equal(pool.values[0][batch.slot_mapping], tensors[2])
-
-
-def test_a_tokens_output_does_not_depend_on_its_company():
-    alone, together = batch_of([37], [4]), batch_of([37, 5, 150], [4, 1, 3])
-    pool, (query, key, value) = drawn(together, torch.float32)
-    expected = in_place(together, pool).attend(0, query, key, value, AttentionOptions())
-    got = in_place(alone, pool).attend(0, query[:4], key[:4], value[:4], AttentionOptions())
-    assert torch.equal(got, expected[:4])
-    one = in_place(batch_of([37], [1]), pool).attend(0, query[3:4], key[3:4], value[3:4], AttentionOptions())
-    assert torch.equal(one, expected[3:4]), "decoding and verifying a token are the same sums"
-
-
-def test_infinite_and_missing_numbers_stay_what_they_are():
-    batch = batch_of([4], [1])
-    pool, tensors = drawn(batch, torch.float32)
-    pool.values[0][1] = torch.nan
-    assert in_place(batch, pool).attend(0, *tensors, AttentionOptions()).isnan().all()
-
-
 def test_without_kernels_torch_attends(monkeypatch):
     monkeypatch.setattr(cpu_attention, "load_kernels", lambda dtype: None)
     assert isinstance(in_place_or_gathered(batch_of([4], [1]), make_pool()), AttentionContext)

@@ -20,8 +20,8 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool
-from outrider.verifier_service.model.decoder import Decoder, Rotary, head_order
-from outrider.verifier_service.model.decoder_spec import FAMILIES, RotarySpec, read_decoder_spec
+from outrider.verifier_service.model.decoder import Decoder
+from outrider.verifier_service.model.decoder_spec import FAMILIES, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import LibraryModel, finish, load_library_model
 from outrider.verifier_service.model.runner import PackedModel, forward_packed
@@ -188,26 +188,6 @@ def test_a_devices_kernels_leave_the_logits_as_they_are(noting, monkeypatch, nam
     assert states is not None
     assert own_states is not None
     require_equal_logits(name, states.float(), own_states.float(), dtype)
-
-
-@pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_every_kind_of_rotary_embedding_is_one_form(count: int, is_interleaved: bool) -> None:
-    spec = RotarySpec(frequencies=tuple(0.3 / (i + 1) for i in range(count)), scale=1.3, is_interleaved=is_interleaved)
-    head, positions = torch.randn(5, 1, 16), torch.arange(5)
-    cos, sin = Rotary(spec, 16, dtype=torch.float32, device=CPU)(positions)
-    order = head_order(spec, 16)
-    assert sorted(order) == list(range(16))
-    ours = head[..., order]
-    ours = ours * cos + ours.roll(8, -1) * sin
-    expected = head.clone()
-    for i, frequency in enumerate(spec.frequencies):
-        first, second = (2 * i, 2 * i + 1) if is_interleaved else (i, i + count)
-        angle = positions[:, None] * frequency
-        a, b = head[..., first], head[..., second]
-        expected[..., first] = 1.3 * (a * angle.cos() - b * angle.sin())
-        expected[..., second] = 1.3 * (b * angle.cos() + a * angle.sin())
-    torch.testing.assert_close(ours, expected[..., order])
 
 
 def test_half_precision_norms_with_an_offset_are_computed_in_full() -> None:

@@ -93,22 +93,6 @@ def test_accepting_gives_up_in_time(folder: Path):
     assert 0.25 <= time.monotonic() - begin_s < PATIENCE_S / 2
 
 
-def test_connecting_waits_for_a_listener_that_is_not_there_yet(folder: Path):
-    address, accepted = str(folder / "s"), []
-
-    def listen_late() -> None:
-        time.sleep(0.1)
-        with PipeListener(address) as listener:
-            accepted.append(listener.accept())
-
-    thread = threading.Thread(target=listen_late)
-    thread.start()
-    pipe = connect(address, timeout_s=PATIENCE_S)
-    pipe.send_bytes(b"x")
-    thread.join(PATIENCE_S)
-    assert accepted[0].recv_bytes() == b"x"
-
-
 def test_connecting_gives_up_in_time(folder: Path):
     begin_s = time.monotonic()
     with pytest.raises(FileNotFoundError):
@@ -117,22 +101,6 @@ def test_connecting_gives_up_in_time(folder: Path):
     with pytest.raises(ConnectionRefusedError):
         connect(str(folder / "gone"), timeout_s=0.1)
     assert 0.2 <= time.monotonic() - begin_s < PATIENCE_S / 2
-
-
-def test_both_ends_have_a_large_send_buffer(folder: Path):
-    with PipeListener(str(folder / "s")) as listener:
-        pipes = [connect(str(folder / "s")), listener.accept()]
-        with socket.socket(socket.AF_UNIX) as ordinary:
-            usual = ordinary.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        for pipe in pipes:
-            with socket.socket(fileno=socket.dup(pipe.fileno())) as duplicate:
-                assert duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > usual
-
-
-def test_one_rank_needs_nobody(folder: Path):
-    group, pipes = gather(RankSpec(rank=0, size=1, folder=folder), "gloo", 1.0)
-    assert (group.rank, group.size, pipes) == (0, 1, [])
-    assert list(folder.iterdir()) == []
 
 
 def test_two_ranks_in_two_processes_find_each_other(folder: Path):

@@ -6,13 +6,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
+from outrider.verifier_service.gpu.transfers import TORCH_TYPES
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model import step_graphs
@@ -21,7 +20,6 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,
@@ -29,7 +27,6 @@ from outrider.verifier_service.model.step_graphs import (
     Bucket,
     CudaCapture,
     GraphBackend,
-    StepBuffers,
     StepGraphs,
     all_buckets,
     bucket_of,
@@ -40,7 +37,7 @@ from outrider.verifier_service.model.step_graphs import (
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import VOCAB_SIZE, make_model, without_kernels
-from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend, without_host
+from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
 WIDTH = 64  # blocks of the widest table
@@ -129,13 +126,6 @@ def kv_of(pool: KVPool) -> list[torch.Tensor]:
 # --- buckets and padding ---
 
 
-def test_the_buckets_are_few_and_come_in_order() -> None:
-    buckets = all_buckets(has_trees=False)
-    assert len(buckets) == len(set(buckets)) == 68
-    assert buckets[0] == Bucket(1280, 256)
-    assert buckets[-1] == Bucket(1, 1)
-
-
 @given(spans=st.lists(st.integers(1, 40), min_size=1, max_size=80))
 def test_every_step_of_few_tokens_has_a_bucket_that_holds_it(spans: list[int]) -> None:
     batch = replace(BATCHES["decode"], token_ids=[0] * sum(spans), query_lengths=spans)
@@ -185,18 +175,6 @@ def test_padding_writes_to_the_null_block_alone(batch: ScheduledBatch) -> None:
     assert [TORCH_TYPES[part.dtype.name] for part in step_parts(whole)] == [own for own, _ in step_layout(bucket, 1)]
 
 
-def test_a_part_smaller_than_its_place_leaves_the_rest() -> None:
-    layout = [(torch.int32, (2, 3)), (torch.int64, (2,))]
-    buffers = StepBuffers(num_bytes(layout), CPU)
-    place = buffers.place(layout)
-    first, second = place.parts
-    buffers.fill(place, [np.full((2, 3), 7, np.int32), np.array([1, 2])])
-    buffers.fill(place, [np.zeros((1, 2), np.int32), np.array([3, 4])])
-    assert first.tolist() == [[0, 0, 7], [7, 7, 7]]
-    assert second.tolist() == [3, 4]
-    assert all(part.data_ptr() % 16 == first.data_ptr() % 16 for part in (first, second))
-
-
 # --- the played graphs ---
 
 
@@ -242,13 +220,6 @@ def test_placeholders_are_filled_by_what_was_chosen(name: str, is_captured: bool
     expected, _ = run_batch(model, pools[0], BATCHES[name], graphs=closed)
     got, _ = run_batch(model, pools[1], batch, graphs=graphs, chosen=torch.tensor(numbers))
     assert torch.equal(got, expected)
-
-
-def test_tokens_are_closed_without_a_look_at_them() -> None:
-    token_ids = torch.tensor([5, placeholder_token(2), 0, placeholder_token(0), placeholder_token(2)])
-    chosen = torch.tensor([7, 8, 9])
-    without_host(lambda: fill_placeholders(token_ids, chosen))
-    assert token_ids.tolist() == [5, 9, 0, 7, 9]
 
 
 def test_what_a_step_leaves_in_the_buffers_does_not_reach_the_next() -> None:

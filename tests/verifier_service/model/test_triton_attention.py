@@ -270,14 +270,6 @@ def test_queries_may_be_a_view_of_something_wider(interpreted):
     torch.testing.assert_close(attend(interpreted, step, OPTIONS["plain"]), expected)
 
 
-def test_the_context_writes_before_it_attends(interpreted):
-    step = make_step(SEQUENCES["trees_and_chains"], Shape())
-    expected = reference(step, OPTIONS["all"])
-    context = interpreted.TritonContext.of(step.batch, step.pool)
-    got = context.attend(0, step.query, step.key, step.value, OPTIONS["all"])
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
-
-
 def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
     """As in a captured step: the bucket alone shapes the launch, the buffers bring what changes."""
     bucket, table_width = Bucket(16, 4, has_trees=True), 40
@@ -309,33 +301,6 @@ def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
 
 
 # The host's side.
-
-
-def test_metadata_of_a_tree():
-    step = make_step([Sequence(num_old=2), Sequence(num_old=4, num_chain=2, parents=(-1, 0, -1, 1))], Shape())
-    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
-    assert metadata.tree_sizes.tolist() == [0, 4]
-    assert metadata.positions.tolist() == [2, 4, 5, 6, 7, 6, 8]
-    assert metadata.ancestors.tolist() == [[0], [0], [0], [0b0001], [0b0011], [0b0100], [0b1011]]
-    assert metadata.query_starts.tolist() == [0, 1, 7]
-    assert metadata.block_tables[0].tolist() == [*step.batch.block_tables[0], 0, 0]
-    assert metadata.slot_mapping.tolist() == step.batch.slot_mapping
-    for tensor in (metadata.query_starts, metadata.block_tables, metadata.positions, metadata.ancestors):
-        assert tensor.data_ptr() % 16 == metadata.slot_mapping.data_ptr() % 16
-
-
-def test_masks_of_a_block_have_each_others_bits():
-    step = make_step([Sequence(num_old=4, parents=(-1, 0, -1, 2, 0, 4), ends=(1, 2, 4, 4, 6, 6))], Shape())
-    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
-    assert metadata.ancestors.tolist() == [[0], [0b0001], [0b0011], [0b1100], [0b1100], [0b110001], [0b110001]]
-    assert metadata.positions.tolist() == [4, 5, 6, 5, 6, 6, 7]
-
-
-def test_bits_of_a_large_tree_take_several_words():
-    step = make_step([Sequence(parents=(-1, *range(69)))], Shape())
-    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
-    assert metadata.ancestors[64].tolist() == [-1, 0]
-    assert metadata.ancestors[70].tolist() == [-1, 0b111111]
 
 
 def test_chains_carry_no_masks():

@@ -18,24 +18,9 @@ def test_interpolates_and_extrapolates_by_the_last_slope():
     assert [profile.slope(n) for n in (1, 3, 7)] == [0.5, 2.0, 2.0]
 
 
-def test_points_may_come_in_any_order_and_repeat():
-    assert model((4, 3.0), (1, 1.0), (4, 5.0)) == model((1, 1.0), (4, 4.0))
-
-
 def test_pools_times_that_fall():
     profile = model((1, 1.0), (2, 3.0), (3, 2.0), (4, 4.0))
     assert [profile.t(n) for n in (1, 2, 3, 4, 5)] == [1.0, 2.5, 2.5, 4.0, 5.5]
-
-
-def test_a_noisy_end_does_not_look_free():
-    profile = model((1, 1.0), (8, 8.0), (16, 17.0), (32, 16.9))
-    assert profile.slope(100) == pytest.approx((16.95 - 8) / (24 - 8))
-
-
-def test_a_profile_that_only_falls_is_flat():
-    profile = model((1, 3.0), (2, 2.0), (3, 1.0))
-    assert profile.t(1) == profile.t(100) == 2.0
-    assert profile.knee() == math.inf
 
 
 def test_never_falls():

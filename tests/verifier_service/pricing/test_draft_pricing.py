@@ -52,21 +52,6 @@ def test_steps_far_beyond_the_profile_are_counted(profiled: int, is_beyond: bool
     assert (num_steps > 0) == is_beyond
 
 
-@pytest.mark.parametrize(
-    ("plan", "num_taken_in"),
-    [({"is_pinned": True}, 199), ({"draft_length": 0}, 1 + 2 + 197 // 8)],
-    ids=["drafts", "plain"],
-)
-def test_of_steps_for_which_nobody_asks_few_are_priced(plan: dict[str, object], num_taken_in: int):
-    bench = Bench(GuessingDrafts(share_wrong=1.0), FREE)
-    cost = bench.pricing.cost
-    assert cost is not None
-    observe, seen = cost.observe, []
-    cost.observe = lambda shape, seconds: (seen.append(shape), observe(shape, seconds))
-    bench.run(max_tokens=200, **plan)  # the last step is not learnt from any more
-    assert len(seen) == num_taken_in
-
-
 def test_a_pinned_plan_is_asked_for_whatever_it_costs():
     bench = Bench(GuessingDrafts(share_wrong=0.35), DEAR)
     (outputs,) = bench.run(is_pinned=True).values()
@@ -312,10 +297,6 @@ def test_the_load_report_shows_it():
     assert counters.num_asked_tokens / counters.num_asks == pytest.approx(4, rel=0.3)
     dear = Bench(GuessingDrafts(), DEAR)
     assert engine_load(dear.engine, RecentRates(), 0.0).knee == pytest.approx(1)
-
-
-def test_a_plan_is_not_pinned_by_default():
-    assert not SpeculationPlan().is_pinned
 
 
 def test_of_a_pinned_plan_nothing_is_cut():

@@ -13,10 +13,6 @@ def exposed(*rounds: tuple[int, float]) -> DraftExposure:
     return exposure
 
 
-def test_nothing_is_known_at_first():
-    assert exposed().seconds(8) == 0.0
-
-
 def test_rounds_of_one_length_are_taken_for_a_round_trip_of_one_token_more():
     exposure = exposed(*[(4, 0.020)] * 50)
     assert exposure.position_s == pytest.approx(0.004)
@@ -88,11 +84,6 @@ def test_without_a_wait_any_depth_is_good():
 def test_nobody_starts_with_long_drafts():
     """Their time is not known yet."""
     assert depth_of(exposed(), [[0.9] * 8]).bound == 2
-
-
-def test_nothing_offered_bounds_nothing():
-    assert depth_of(exposed(*[(4, 0.020)] * 50), []).bound is None
-    assert depth_of(exposed(*[(4, 0.020)] * 50), [[]]).bound is None
 
 
 def test_positions_are_drafted_for_as_long_as_they_bring_more_than_their_time():

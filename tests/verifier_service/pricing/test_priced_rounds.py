@@ -14,7 +14,6 @@ from outrider.verifier_service.messages.request import DisabledReason, Request, 
 from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.scheduling.outcome import num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -106,38 +105,6 @@ def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_
     assert bench.version > before
 
 
-def test_a_draft_that_was_cut_to_nothing_is_an_answer_all_the_same():
-    bench, (request,) = Pricing(FREE), make_requests(1)
-    assert bench.ask(request) > 0
-    price = bench.pricing._level.price
-    price.value = 0.99
-    assert bench.cut(request).token_ids == ()
-    bench.end(plain(request))
-    bench.ask(request)
-    assert not bench.pricing._requests["0"].round.is_opening
-
-
-class CountedSurvival(SurvivalEstimator):
-    """Counts estimates."""
-
-    num_estimates = 0
-
-    def survivals(self, *known: object) -> list[float]:
-        self.num_estimates += 1
-        return super().survivals(*known)  # type: ignore[arg-type]
-
-
-def test_while_nothing_pays_no_survival_is_estimated():
-    bench, (request,) = Pricing(DEAR), make_requests(1)
-    bench.pricing.survival = counted = CountedSurvival()
-    for _ in range(80):
-        bench.decode([request], 0)
-    assert bench.pricing.price == 1.0
-    num_before = counted.num_estimates
-    assert [bench.pricing.ask(request, "d", LENGTH) for _ in range(4)] == [(0, DisabledReason.LOAD)] * 4
-    assert counted.num_estimates == num_before
-
-
 def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
     bench, requests = Pricing(KNEED), make_requests(32)
     for _ in range(80):
@@ -214,16 +181,3 @@ def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[St
         bench.end(*map(plain, requests))
         bench.pricing.learn()
     assert least <= bench.pricing.price <= most
-
-
-def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
-    bench, requests = Pricing(DEAR), make_requests(4)
-    learnt_early = 0
-    for _ in range(20):
-        for request in requests:
-            request.plan = SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
-            bench.pricing.ask(request, "", 0)
-        bench.end(*map(plain, requests))
-        learnt_early += bench.pricing._unlearnt is None
-        bench.pricing.learn()
-    assert learnt_early <= 1, "the first one"

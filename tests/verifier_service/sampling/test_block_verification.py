@@ -19,9 +19,7 @@ from fakes.enumerated import (
     expected_length,
     outcomes_of,
     random_laws,
-    row_of,
     sampled_trees,
-    target_rows,
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
@@ -107,12 +105,6 @@ def test_the_residual_after_a_prefix_is_weighed_by_kept(verified: Verified) -> N
     assert verified(target, draft, [0.2001, 0.1666, 0.0]) == [0, 1, 0]
 
 
-def test_one_token_is_judged_as_by_rejection(verified: Verified) -> None:
-    target, draft = [[0.25, 0.75], [1.0, 0.0]], chain(0, rows=[{0: 0.5, 1: 0.5}])
-    assert verified(target, draft, [0.4999, 0.0]) == [0, 0]
-    assert verified(target, draft, [0.5, 0.0]) == [1]
-
-
 def test_equal_laws_always_accept(verified: Verified) -> None:
     target, rows = [[0.5, 0.25, 0.25]] * 3, [{0: 0.5, 1: 0.25, 2: 0.25}] * 2
     assert verified(target, chain(1, 2, rows=rows), [HIGHEST, HIGHEST, 0.0]) == [1, 2, 0]
@@ -134,11 +126,6 @@ def test_padding_in_a_row_takes_nothing_from_the_target(verified: Verified) -> N
     draft = chain(0, 0, rows=[{0: 1.0}, {0: 0.5, 7: 0.5}])
     assert verified(target, draft, [0.3333, 0.5, 0.0]) == [0, 1]
     assert verified(target, draft, [0.3334, 0.5, 0.0]) == [1]
-
-
-@pytest.mark.parametrize("draft", [None, chain(), chain(rows=[])])
-def test_an_empty_draft_is_plain_sampling(draft: Draft | None, verified: Verified) -> None:
-    assert [verified([[0.0, 0.25, 0.75]], draft, [u]) for u in (0.0, 0.249, 0.251, HIGHEST)] == [[1], [1], [2], [2]]
 
 
 # --- exact laws ---
@@ -238,32 +225,6 @@ def test_the_rule_must_not_be_chosen_by_a_shape_that_drawn_tokens_decided() -> N
 # --- the fast path ---
 
 
-def test_the_batch_matches_the_reference() -> None:
-    rng = np.random.default_rng(0)
-    target_laws, draft_laws = random_laws(20, 8, concentration=0.5), random_laws(21, 10)
-    drafts: list[Draft | None] = [None]
-    for _ in range(400):
-        tokens, rows = [], []
-        for _ in range(int(rng.integers(0, 5))):
-            law = draft_laws(tuple(tokens)) * (rng.random(10) < 0.8)
-            if len(tokens) % 2 == 0:  # often near the target
-                law = law + np.append(target_laws(tuple(tokens)), [0.0, 0.0]) * 3
-            rows.append(row_of((law + 1e-3) / (law + 1e-3).sum()))
-            tokens.append(int(rng.choice(rows[-1].token_ids, p=np.array(rows[-1].weights) / DRAFT_PROB_SCALE)))
-        points = rng.random() < 0.3
-        drafts.append(replace(chain(*tokens), draft_probs=None if points else tuple(rows)))
-    targets = [target_rows(target_laws, chain() if draft is None else draft) for draft in drafts]
-    uniforms = rng.random(sum(len(target) for target in targets))
-    batch = verify_blocks(torch.cat(targets), drafts, torch.from_numpy(uniforms))
-    start, lengths = 0, []
-    for draft, target, tokens in zip(drafts, targets, batch, strict=True):
-        numbers = iter(uniforms[start : start + len(target)].tolist())
-        assert tokens == verify_block(target, draft, numbers.__next__)
-        start += len(target)
-        lengths.append(len(tokens.path))
-    assert min(lengths.count(length) for length in range(5)) > 5
-
-
 PAIR = chain(0, 0, rows=[{0: 0.75, 1: 0.25}, {0: 0.75, 2: 0.25}])
 
 
@@ -310,16 +271,3 @@ def taking_nothing(rows: SampledRows) -> SampledRows:
 @pytest.mark.parametrize("plant", [used_twice, token_by_token, taking_nothing])
 def test_the_law_of_blocks_can_fail(plant: Plant) -> None:
     assert rejects_law(*batch_counts(plant))
-
-
-def test_the_reference_refuses_trees() -> None:
-    tree = replace(chain(1, 2), parents=(-1, -1))
-    with pytest.raises(AssertionError, match="tree"):
-        verify_block(torch.ones(3, 4), tree, lambda: 0.5)
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(AssertionError):
-        verify_block(torch.ones(1, 4), chain(1), lambda: 0.5)
-    with pytest.raises(AssertionError):
-        verify_blocks(torch.ones(2, 4), [chain(1)], torch.zeros(2))  # float32 uniforms

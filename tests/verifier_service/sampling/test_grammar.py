@@ -222,13 +222,6 @@ def test_compiled_grammars_are_kept_the_tokenizer_is_loaded_once():
     assert len(loads) == 1
 
 
-def test_two_outputs_of_one_grammar_do_not_meet():
-    compiler = GrammarCompiler(tiny_tokenizer)
-    one, other = compiler.open(CHOICE, ENDS), compiler.open(CHOICE, ENDS)
-    one.allowed([2], [], [])
-    assert ids_of(other.allowed([], [], [])[0]) == expected(CHOICE, [])
-
-
 def test_what_only_a_tokenizer_shows_to_be_wrong_is_an_error_too():
     grammar = StructuredOutput(kind=StructuredKind.GRAMMAR, text="start: <|nothing|>")
     with pytest.raises(ValueError, match=r"structured must be a grammar that can be followed: .*unknown special token"):

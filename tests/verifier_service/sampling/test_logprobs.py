@@ -74,11 +74,6 @@ def test_queries_of_different_widths_share_a_step():
             assert entry.top_token_ids == tuple(expected[row].argsort(descending=True)[: query.num_top].tolist())
 
 
-def test_nothing_asked_is_nothing_computed():
-    assert token_logprobs(torch.zeros(0, 4), []) == []
-    assert token_logprobs(torch.zeros(1, 4), [LogprobsQuery(rows=(), token_ids=(), num_top=3)]) == [[]]
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_the_bytes_of_entries_are_bounded_tightly(num_top: int):
     ids = tuple(range(1 << 31, (1 << 31) + num_top))

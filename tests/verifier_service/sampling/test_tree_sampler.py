@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exactness.law import assert_law, rejects_law
-from exactness.references import RandomChoices, tree_choices, verify_by_rejection, verify_tree
+from exactness.references import RandomChoices, tree_choices, verify_tree
 from fakes.enumerated import (
     Drawn,
     Laws,
@@ -25,7 +25,7 @@ from fakes.enumerated import (
     sampled_trees,
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
-from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
+from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.sampling.sampled_rows import SampledRows
 from tiny.verified import Plant, verify_drafts
 
@@ -150,12 +150,6 @@ def test_rounding_never_lets_an_impossible_token_through(verified: Verified) -> 
     assert verified(target, points, [HIGHEST, HIGHEST, HIGHEST, 0.0])[0][0] != 2
     row = SparseRow(token_ids=(0, 1, 2), weights=(32767, 32768, 1))
     assert verified(target, replace(points, draft_probs=(row,)), [HIGHEST] * 3 + [0.0])[0][0] != 2
-
-
-@pytest.mark.parametrize("draft", [None, tree(), tree(rows=[])])
-def test_an_empty_draft_is_plain_sampling(draft: Draft | None, verified: Verified) -> None:
-    drawn = [verified([[0.0, 0.25, 0.75]], draft, [u]) for u in (0.0, 0.249, 0.251, HIGHEST)]
-    assert drawn == [([1], []), ([1], []), ([2], []), ([2], [])]
 
 
 # --- exact laws ---
@@ -301,71 +295,6 @@ def test_a_verifiers_mistake_shows_in_the_law(updates_target: bool, updates_row:
 # --- the fast path ---
 
 
-def random_tree(rng: np.random.Generator, vocab_size: int) -> Draft | None:
-    """Any tree, with rows of unequal size, padded ids and point masses among them."""
-    num_nodes = int(rng.integers(0, 12))
-    if num_nodes == 0:
-        return None if rng.random() < 0.5 else tree()
-    parents = [int(rng.integers(ROOT, index)) for index in range(num_nodes)]
-    rows, tokens = {}, [0] * num_nodes
-    for parent in dict.fromkeys(parents):
-        children = [index for index, other in enumerate(parents) if other == parent]
-        size = min(vocab_size + 2, len(children) + int(rng.integers(0, 4)))
-        support = rng.choice(vocab_size + 2, size=size, replace=False).tolist()
-        law = np.zeros(vocab_size + 2)
-        law[support] = rng.dirichlet([1.0] * size) + 0.01
-        rows[parent] = row_of(law / law.sum())
-        for index, token_id in zip(children, rng.permutation(support).tolist(), strict=False):
-            tokens[index] = token_id
-    nodes = tuple(zip(parents, tokens, strict=True))
-    return draft_of(nodes, None if rng.random() < 0.3 else tuple(rows.values()))
-
-
-def random_target(rng: np.random.Generator, draft: Draft | None, vocab_size: int) -> np.ndarray:
-    """A target with holes that often follows the draft's rows."""
-    num_rows = len(parents_of(draft)) + 1
-    target = rng.dirichlet([0.5] * vocab_size, size=num_rows) * (rng.random((num_rows, vocab_size)) < 0.8)
-    target[:, 0] += 1e-3
-    for parent, token_id in zip(parents_of(draft), () if draft is None else draft.token_ids, strict=True):
-        if token_id < vocab_size:
-            target[parent + 1, token_id] += 0.2 * rng.random()
-    return target / target.sum(axis=1, keepdims=True)
-
-
-def test_the_batch_matches_the_reference() -> None:
-    rng = np.random.default_rng(0)
-    drafts = [random_tree(rng, 14) for _ in range(400)]
-    targets = [random_target(rng, draft, 14) for draft in drafts]
-    uniforms = rng.random(sum(len(target) for target in targets))
-    batch = verify_drafts(torch.from_numpy(np.concatenate(targets)), drafts, torch.from_numpy(uniforms))
-    start, num_accepted, num_second = 0, 0, 0
-    for draft, target, tokens in zip(drafts, targets, batch, strict=True):
-        numbers = iter(uniforms[start : start + len(target)].tolist())
-        assert tokens == verify_tree(torch.from_numpy(target), draft, numbers.__next__)
-        start += len(target)
-        num_accepted += len(tokens.path)
-        num_second += any(draft.parents[index] in draft.parents[:index] for index in tokens.path)
-    assert num_accepted > 200
-    assert num_second > 50
-
-
-def test_a_chain_commits_what_the_reference_of_chains_commits() -> None:
-    rng = np.random.default_rng(1)
-    found = [random_tree(rng, 6) for _ in range(300)]
-    drafts = [draft for draft in found if draft is None or draft.draft_probs is None]
-    chains = [None if draft is None else replace(draft, parents=None) for draft in drafts]
-    target = np.concatenate([random_target(rng, draft, 6) for draft in chains])
-    probs, uniforms = torch.from_numpy(target).float(), torch.from_numpy(rng.random(len(target)))
-    trees = [None if draft is None else replace(draft, parents=parents_of(draft)) for draft in chains]
-    expected, start = [], 0
-    for draft in chains:
-        stop = start + len(parents_of(draft)) + 1
-        expected.append(verify_by_rejection(probs[start:stop], draft, iter(uniforms[start:stop].tolist()).__next__))
-        start = stop
-    assert [tokens.token_ids for tokens in verify_drafts(probs, trees, uniforms)] == expected
-    assert [tokens.token_ids for tokens in verify_drafts(probs, chains, uniforms)] == expected
-
-
 # a tree whose second branch is met with what the first one left, and uniforms that make every choice
 SMALL_TREE = tree((ROOT, 0), (ROOT, 1), (1, 2), rows=[{0: 0.75, 1: 0.125, 2: 0.125}, {0: 0.5, 2: 0.5}])
 POINTS = tree((ROOT, 0), (ROOT, 1), (1, 2))
@@ -389,13 +318,6 @@ def counted(drawn: list[VerifiedTokens], expected: Outcomes) -> tuple[np.ndarray
         counts[tuple(tokens.token_ids)] = counts.get(tuple(tokens.token_ids), 0) + 1
     others = sum(count for key, count in counts.items() if key not in expected)
     return np.array([*(counts[key] for key in expected), others]), np.array([*expected.values(), 0.0])
-
-
-def test_enumeration_is_what_uniforms_do() -> None:
-    """The reference's choices, made by many uniforms, come out as often as enumeration says."""
-    target, expected = enumerated_outcomes(SMALL_TREE)
-    uniform = np.random.default_rng(2).random
-    assert_law(*counted([verify_tree(target, SMALL_TREE, uniform) for _ in range(5_000)], expected))
 
 
 def batch_counts(draft: Draft, plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
@@ -440,13 +362,3 @@ def taking_nothing(rows: SampledRows) -> SampledRows:
 )
 def test_the_law_of_trees_can_fail(draft: Draft, plant: Plant) -> None:
     assert rejects_law(*batch_counts(draft, plant))
-
-
-def test_shapes_are_checked() -> None:
-    draft = tree((ROOT, 1))
-    with pytest.raises(AssertionError):
-        verify_tree(torch.ones(1, 4), draft, lambda: 0.5)
-    with pytest.raises(AssertionError):
-        verify_drafts(torch.ones(1, 4), [draft], torch.zeros(1, dtype=torch.float64))
-    with pytest.raises(AssertionError):
-        verify_drafts(torch.ones(2, 4), [draft], torch.zeros(2))  # float32 uniforms

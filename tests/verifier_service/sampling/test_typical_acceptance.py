@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
@@ -71,26 +70,3 @@ def test_the_longest_path_of_a_tree_counts(path_of: Paths) -> None:
     probs = torch.tensor([[0.6, 0.4], [0.99, 0.01], [0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.5, 0.5]])
     assert path_of(probs, draft, typical(0.3, 1.0)) == (1, 3, 4)
     assert path_of(probs, draft, typical(0.45, 1.0)) == (0,)
-
-
-def test_the_batch_matches_the_reference() -> None:
-    rng = np.random.default_rng(0)
-    drafts: list[Draft | None] = [None]
-    for _ in range(200):
-        size = int(rng.integers(0, 8))
-        tree = tuple(int(rng.integers(ROOT, index)) for index in range(size))
-        tokens = rng.integers(0, 6, size).tolist()
-        drafts.append(draft_of(*tokens, parents=tree if rng.random() < 0.7 else None))
-    sizes = [1 if draft is None else len(draft.token_ids) + 1 for draft in drafts]
-    probs = torch.from_numpy(rng.dirichlet([0.5] * 5, size=sum(sizes))).float()
-    samplings = [typical(*rng.uniform(0.01, 0.5, 2)) for _ in drafts]
-    numbers = torch.full((len(probs),), 0.5, dtype=torch.float64)
-    found = [tokens.path for tokens in verify_drafts(probs, drafts, numbers, samplings)]
-    rows = probs.split(sizes)
-    assert found == [typical_path(*case) for case in zip(rows, drafts, samplings, strict=True)]
-    assert len({len(path) for path in found}) > 3
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(AssertionError):
-        batch_path(torch.ones(1, 4), draft_of(1), typical(0.1, 0.1))

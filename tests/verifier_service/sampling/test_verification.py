@@ -25,7 +25,7 @@ from exactness.law import (
     rejects_law,
     shifted,
 )
-from exactness.references import typical_path, verify_sampled
+from exactness.references import typical_path
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, DraftSampling, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
@@ -246,38 +246,6 @@ def test_a_seed_gives_its_own_choices_at_each_position() -> None:
     assert other != expected
 
 
-def test_greedy_accepts_while_the_draft_is_the_argmax() -> None:
-    logits = torch.eye(4)[[2, 0, 3, 1]]  # argmax 2, 0, 3, 1
-    greedy = SamplingParams(temperature=0.0)
-    for draft, expected in [
-        (drafted(2, 0, 3), [2, 0, 3, 1]),
-        (drafted(2, 0, 1), [2, 0, 3]),
-        (drafted(2, 9, 3), [2, 0]),
-        (drafted(1, 0, 3), [2]),
-    ]:
-        entry = VerificationEntry(sampling=greedy, draft=draft, position=POSITION)
-        path = tuple(range(len(expected) - 1))
-        assert verify(logits, [entry], torch.Generator()) == [VerifiedTokens(expected, path)]
-
-
-def test_modes_share_a_step_and_entries_keep_their_order() -> None:
-    samplings = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_k=1)]
-    drafts = [None, drafted(1, 2), drafted(3), drafted(4, rows=(SparseRow(token_ids=(4,), weights=(65536,)),))]
-    entries = [
-        VerificationEntry(sampling=samplings[i % 4], draft=drafts[i % 4], position=POSITION + i) for i in range(12)
-    ]
-    logits = 3 * torch.randn(sum(e.num_rows for e in entries), 6, generator=torch.Generator().manual_seed(7))
-    together = verify(logits, entries, torch.Generator().manual_seed(8))
-    start = 0
-    for entry, tokens in zip(entries, together, strict=True):
-        rows = logits[start : start + entry.num_rows]
-        start += entry.num_rows
-        assert tokens.path == tuple(range(len(tokens.token_ids) - 1))
-        assert tokens.token_ids[:-1] == list(entry.draft_token_ids[: len(tokens.path)])
-        if entry.sampling != SamplingParams():  # top_k=1 leaves nothing to chance
-            assert verify(rows, [entry], torch.Generator().manual_seed(9)) == [tokens]
-
-
 def test_randomness_is_drawn_in_a_fixed_way() -> None:
     """One number per row, whatever is accepted: requests behind in the batch do not feel a draft's fate."""
     sampled = VerificationEntry(sampling=SamplingParams(), draft=None, position=POSITION)
@@ -288,12 +256,6 @@ def test_randomness_is_drawn_in_a_fixed_way() -> None:
         committed = verify(TARGET[[PROMPT] * 23], entries, rng)
         ends.append((committed[1:], torch.rand(1, generator=rng).item()))
     assert ends[0] == ends[1]
-
-
-def test_a_step_without_samples_draws_nothing() -> None:
-    rng = torch.Generator().manual_seed(11)
-    assert verify(torch.zeros(0, 4), [], rng) == []
-    assert rng.get_state().equal(torch.Generator().manual_seed(11).get_state())
 
 
 def test_rows_and_entries_must_agree() -> None:
@@ -328,19 +290,6 @@ def test_rows_choose_positions_by_depth() -> None:
     assert replace(entry, draft=None).positions == [7]
 
 
-def test_greedy_walks_down_the_branch_that_is_right() -> None:
-    greedy = SamplingParams(temperature=0.0)
-    logits = torch.eye(6)[[2, 5, 4, 5, 5, 3, 5]]  # argmax after the root, then after each of the six tokens
-    for draft, expected in [
-        (tree_of(1, 2, 0, 3, 4, 0), VerifiedTokens([2, 4, 3], (1, 4))),
-        (tree_of(1, 2, 0, 4, 3, 0), VerifiedTokens([2, 4, 5], (1, 3))),
-        (tree_of(2, 1, 5, 4, 3, 5), VerifiedTokens([2, 5, 5, 5], (0, 2, 5))),
-        (tree_of(1, 3, 4, 4, 3, 0), VerifiedTokens([2], ())),
-    ]:
-        entry = VerificationEntry(sampling=greedy, draft=draft, position=POSITION)
-        assert verify(logits, [entry], torch.Generator()) == [expected]
-
-
 def trees_around(plain: list[int], position: int, rng: np.random.Generator) -> Draft:
     """A tree whose second branch, at a random node, follows the right tokens as far as it goes."""
     right = [*plain[position:], 0, 0, 0][:3]
@@ -368,39 +317,6 @@ def test_tokens_do_not_depend_on_the_tree(sampling: SamplingParams) -> None:
         num_accepted += len(verified.path)
     assert tokens[:31] == plain
     assert num_accepted >= 18  # two of three tokens come from the tree
-
-
-def sampled_tree() -> Draft:
-    """Rows in fifths of padding and all, children two, one and two."""
-    weights = (13107, 13107, 13107, 13107, 13108)
-    row = SparseRow(token_ids=(0, 1, 2, 3, 5), weights=weights)
-    return replace(tree_of(1, 2, 0, 3, 5), draft_probs=(row, row, row))
-
-
-def test_rules_share_a_step_and_each_request_keeps_its_numbers() -> None:
-    row = SparseRow(token_ids=(0, 1, 2), weights=(40000, 20000, 5536))
-    chain = drafted(1, 0, rows=(row, row))
-    as_tree = replace(chain, parents=(ROOT, 0))  # by block verification would be wrong: see there
-    drafts = [None, chain, tree_of(2, 0, 1, 4, 1), sampled_tree(), as_tree]
-    entries = [
-        VerificationEntry(sampling=sampling, draft=draft, position=POSITION)
-        for _ in range(20)
-        for sampling in (PLAIN, BLOCK, TYPICAL)
-        for draft in drafts
-    ]
-    logits = torch.cat([following(tree_of()) if e.draft is None else padded(e.draft) for e in entries])
-    verified = verify(logits, entries, torch.Generator().manual_seed(13))
-    uniforms, start = torch.rand(len(logits), dtype=torch.float64, generator=torch.Generator().manual_seed(13)), 0
-    for entry, tokens in zip(entries, verified, strict=True):
-        rows = slice(start, start + entry.num_rows)
-        probs = target_probs(logits[rows], [PLAIN] * entry.num_rows)
-        assert tokens == verify_sampled(probs, entry, iter(uniforms[rows].tolist()))
-        start += entry.num_rows
-    assert {len(tokens.path) for tokens in verified} == {0, 1, 2}
-
-
-def padded(draft: Draft) -> torch.Tensor:
-    return following(replace(draft, token_ids=tuple(min(id_, VOCAB_SIZE - 1) for id_ in draft.token_ids)))
 
 
 def test_typical_acceptance_of_a_seeded_request_ends_in_its_own_choice() -> None:
