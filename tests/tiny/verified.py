@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,7 +18,6 @@ from outrider.verifier_service.sampling.verification_plan import path_to
 from tiny.played_graphs import without_host
 
 PLAIN = SamplingParams()
-Plant = Callable[[SampledRows], SampledRows]  # a mistake in what is sent to the device
 
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -> torch.Tensor:
@@ -45,8 +44,6 @@ def verify_drafts(
     drafts: Sequence[Draft | None],
     uniforms: torch.Tensor,
     sampling: SamplingParams | Sequence[SamplingParams] = PLAIN,
-    *,
-    plant: Plant = lambda rows: rows,
 ) -> list[VerifiedTokens]:
     """Verify drafts of unseeded requests by laws and numbers that are given; one `sampling` for all, or one for each.
 
@@ -58,7 +55,7 @@ def verify_drafts(
         VerificationEntry(sampling=own, draft=draft, position=3) for own, draft in zip(samplings, drafts, strict=True)
     ]
     assert len(target_probs) == len(uniforms), (target_probs.shape, uniforms.shape)
-    rows = plant(SampledRows.of(entries, uniforms.numpy(), target_probs.shape[1], target_probs.device))
+    rows = SampledRows.of(entries, uniforms.numpy(), target_probs.shape[1], target_probs.device)
     ends, last = without_host(lambda: rows.judge(target_probs))
     return [
         VerifiedTokens.along(entry.draft, path_to(entry, end - start), token_id)

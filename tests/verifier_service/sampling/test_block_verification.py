@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from exactness.law import assert_law, rejects_law
 from exactness.references import RandomChoices, block_choices, tree_choices, verify_block
 from fakes.enumerated import (
     Drawn,
@@ -17,15 +16,12 @@ from fakes.enumerated import (
     committed_law,
     completed_law,
     expected_length,
-    outcomes_of,
     random_laws,
     sampled_trees,
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
-from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.sampled_rows import SampledRows
-from tiny.verified import Plant, verify_drafts
+from tiny.verified import verify_drafts
 
 HIGHEST = 1 - 2**-53
 VOCAB_SIZE = 3
@@ -50,15 +46,10 @@ def by_reference(target: list[list[float]], draft: Draft | None, uniforms: list[
 
 def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
     numbers = torch.tensor(uniforms, dtype=torch.float64)
-    (verified,) = verify_blocks(torch.tensor(target, dtype=torch.float64), [draft], numbers)
+    blocks = SamplingParams(acceptance=AcceptanceRule.BLOCK)
+    (verified,) = verify_drafts(torch.tensor(target, dtype=torch.float64), [draft], numbers, blocks)
     assert verified.path == tuple(range(len(verified.token_ids) - 1))
     return verified.token_ids
-
-
-def verify_blocks(
-    target: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor, plant: Plant = lambda rows: rows
-) -> list[VerifiedTokens]:
-    return verify_drafts(target, drafts, uniforms, SamplingParams(acceptance=AcceptanceRule.BLOCK), plant=plant)
 
 
 Verified = Callable[[list[list[float]], Draft | None, list[float]], list[int]]
@@ -220,54 +211,3 @@ def test_the_rule_must_not_be_chosen_by_a_shape_that_drawn_tokens_decided() -> N
     assert law_after(iter(drawn), block_choices) < 1e-12
     assert law_after(iter(drawn), tree_choices) < 1e-12
     assert law_after(iter(drawn), by_length) > 1e-3
-
-
-# --- the fast path ---
-
-
-PAIR = chain(0, 0, rows=[{0: 0.75, 1: 0.25}, {0: 0.75, 2: 0.25}])
-
-
-def batch_counts(plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return how often the batch commits what the reference may commit of PAIR, and the probabilities of that."""
-    target = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.5, 0.5, 0.0]], dtype=torch.float64)
-    expected: dict[tuple[int, ...], float] = {}
-    for tokens, prob in outcomes_of(lambda: block_choices(target, PAIR)):
-        key = tuple(tokens.token_ids)
-        expected[key] = expected.get(key, 0.0) + prob
-    num_draws = 20_000
-    uniforms = torch.from_numpy(np.random.default_rng(5).random(num_draws * 3))
-    counts = dict.fromkeys(expected, 0)
-    num_others = 0
-    for tokens in verify_blocks(target.repeat(num_draws, 1), [PAIR] * num_draws, uniforms, plant):
-        key = tuple(tokens.token_ids)
-        if key in counts:
-            counts[key] += 1
-        else:
-            num_others += 1
-    return np.array([*counts.values(), num_others]), np.array([*expected.values(), 0.0])
-
-
-def test_the_batch_keeps_the_law_of_blocks() -> None:
-    assert_law(*batch_counts())
-
-
-def used_twice(rows: SampledRows) -> SampledRows:
-    """Mistake: the last token is drawn by the number that judged the whole chain."""
-    return replace(rows, last_uniforms=rows.last_uniforms - 1)
-
-
-def token_by_token(rows: SampledRows) -> SampledRows:
-    """Mistake: last tokens are drawn as if the chain were judged by blocks, but it is not."""
-    return replace(rows, blocks=None)
-
-
-def taking_nothing(rows: SampledRows) -> SampledRows:
-    """Mistake: nothing is taken out of the target's law before the last token."""
-    nobody = torch.full_like(rows.families.of_rows, len(rows.families.rows) - 1)
-    return replace(rows, families=replace(rows.families, of_rows=nobody))
-
-
-@pytest.mark.parametrize("plant", [used_twice, token_by_token, taking_nothing])
-def test_the_law_of_blocks_can_fail(plant: Plant) -> None:
-    assert rejects_law(*batch_counts(plant))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from exactness.law import assert_law, rejects_law
 from exactness.references import RandomChoices, tree_choices, verify_tree
 from fakes.enumerated import (
     Drawn,
@@ -18,16 +17,13 @@ from fakes.enumerated import (
     committed_law,
     completed_law,
     draft_of,
-    outcomes_of,
-    prefixes_of,
     random_laws,
     row_of,
     sampled_trees,
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.sampled_rows import SampledRows
-from tiny.verified import Plant, verify_drafts
+from tiny.verified import verify_drafts
 
 HIGHEST = 1 - 2**-53
 VOCAB_SIZE = 3
@@ -290,75 +286,3 @@ def test_a_verifiers_mistake_shows_in_the_law(updates_target: bool, updates_row:
 
     off = law_after(sampled_trees(DRAFTS, two, 1), verify)
     assert off < 1e-12 if is_right else off > 1e-3
-
-
-# --- the fast path ---
-
-
-# a tree whose second branch is met with what the first one left, and uniforms that make every choice
-SMALL_TREE = tree((ROOT, 0), (ROOT, 1), (1, 2), rows=[{0: 0.75, 1: 0.125, 2: 0.125}, {0: 0.5, 2: 0.5}])
-POINTS = tree((ROOT, 0), (ROOT, 1), (1, 2))
-Outcomes = dict[tuple[int, ...], float]
-
-
-def enumerated_outcomes(draft: Draft) -> tuple[torch.Tensor, Outcomes]:
-    """Return the target's rows along a draft and the probability of everything that the reference may commit."""
-    target = torch.from_numpy(np.stack([TARGET(prefix) for prefix in prefixes_of(draft)]))
-    expected: Outcomes = {}
-    for tokens, prob in outcomes_of(lambda: tree_choices(target, draft)):
-        key = tuple(tokens.token_ids)
-        expected[key] = expected.get(key, 0.0) + prob
-    return target, expected
-
-
-def counted(drawn: list[VerifiedTokens], expected: Outcomes) -> tuple[np.ndarray, np.ndarray]:
-    """Return how often each outcome came, and its probability; any other came last."""
-    counts = dict.fromkeys(expected, 0)
-    for tokens in drawn:
-        counts[tuple(tokens.token_ids)] = counts.get(tuple(tokens.token_ids), 0) + 1
-    others = sum(count for key, count in counts.items() if key not in expected)
-    return np.array([*(counts[key] for key in expected), others]), np.array([*expected.values(), 0.0])
-
-
-def batch_counts(draft: Draft, plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
-    target, expected = enumerated_outcomes(draft)
-    num_draws = 20_000
-    uniforms = torch.from_numpy(np.random.default_rng(3).random(num_draws * 4))
-    drafts = [draft] * num_draws
-    return counted(verify_drafts(target.repeat(num_draws, 1), drafts, uniforms, plant=plant), expected)
-
-
-@pytest.mark.parametrize("draft", [SMALL_TREE, POINTS], ids=["sampled", "points"])
-def test_the_batch_keeps_the_law_of_trees(draft: Draft) -> None:
-    assert_law(*batch_counts(draft))
-
-
-def used_twice(rows: SampledRows) -> SampledRows:
-    """Mistake: the last token is drawn by the number that judged the last sibling."""
-    return replace(rows, last_uniforms=(rows.last_uniforms - 1).clamp(min=0))
-
-
-def same_for_siblings(rows: SampledRows) -> SampledRows:
-    """Mistake: siblings are judged by one number."""
-    uniforms = rows.families.uniforms[:1].expand_as(rows.families.uniforms).contiguous()
-    return replace(rows, families=replace(rows.families, uniforms=uniforms))
-
-
-def as_points(rows: SampledRows) -> SampledRows:
-    """Mistake: the row that siblings were drawn from is forgotten."""
-    points = torch.zeros_like(rows.families.laws).scatter_(2, rows.families.columns[:, :, None], 1.0)
-    return replace(rows, families=replace(rows.families, laws=points))
-
-
-def taking_nothing(rows: SampledRows) -> SampledRows:
-    """Mistake: nothing is taken out of the target's law after the last sibling."""
-    nobody = torch.full_like(rows.families.of_rows, len(rows.families.rows) - 1)
-    return replace(rows, families=replace(rows.families, of_rows=nobody))
-
-
-@pytest.mark.parametrize(
-    ("draft", "plant"),
-    [(SMALL_TREE, used_twice), (POINTS, same_for_siblings), (SMALL_TREE, as_points), (SMALL_TREE, taking_nothing)],
-)
-def test_the_law_of_trees_can_fail(draft: Draft, plant: Plant) -> None:
-    assert rejects_law(*batch_counts(draft, plant))

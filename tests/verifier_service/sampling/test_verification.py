@@ -1,53 +1,31 @@
-"""One step's verification keeps the target's law, whatever drafts; and planted mistakes are caught by the same test.
+"""One step's verification: drafts and trees change no token of greedy and seeded requests, and numbers are drawn alike.
 
-The law is the joint one of three tokens of a Markov chain over 5 tokens (125 cells): a drafter proposes two, one
-verification commits one to three, and what is missing is sampled plainly. 30,000 draws; alpha and the power against a
-planted shift are stated in `test_the_test_can_fail`.
+That a batch commits what the references do, whatever it holds, is test_verification_plan.py's; that these keep the
+target's law is shown by enumeration (test_tree_sampler.py, test_block_verification.py) and by tests/exactness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from exactness.law import (
-    assert_law,
-    draw_rows,
-    joint_counts,
-    joint_law,
-    many_small_objects,
-    p_value,
-    power,
-    rejects_law,
-    shifted,
-)
 from exactness.references import typical_path
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, DraftSampling, SparseRow
+from outrider.verifier_service.messages.draft import ROOT, Draft, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.entries import VerificationEntry
-from tiny.drafted import draft_tokens
 from tiny.verified import target_probs, verify
 
 VOCAB_SIZE = 5
 DRAFT_VOCAB_SIZE = 6  # one id of padding, which a careless drafter draws
-NUM_DRAWS = 30_000
 POSITION = 7
 PROMPT = 0  # the last committed token
 PLAIN = SamplingParams()
-
-Tamper = Callable[[Draft], Draft]
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection() -> Iterator[None]:
-    with many_small_objects():
-        yield
 
 
 def table(seed: int, num_columns: int = VOCAB_SIZE) -> torch.Tensor:
@@ -56,156 +34,6 @@ def table(seed: int, num_columns: int = VOCAB_SIZE) -> torch.Tensor:
 
 
 TARGET = table(0)
-NEAR = torch.cat([TARGET + 0.3 * table(1), torch.full((DRAFT_VOCAB_SIZE, 1), -20.0)], dim=1)
-FAR = table(2, DRAFT_VOCAB_SIZE)
-
-
-def law_of(sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Return the target's transitions [VOCAB_SIZE, VOCAB_SIZE] and the joint law of three tokens after the prompt."""
-    transition = target_probs(TARGET[:VOCAB_SIZE], [sampling] * VOCAB_SIZE).double().numpy()
-    return transition, joint_law(transition[PROMPT], transition, 3)
-
-
-def drafts_of(
-    drafter: torch.Tensor, samplings: Sequence[DraftSampling], *, vocab_size: int, top_n: int = 32
-) -> list[Draft]:
-    """Draw two tokens per sequence from a table of logits."""
-    rng, last = torch.Generator().manual_seed(1), torch.full((len(samplings),), PROMPT)
-    chosen = []
-    for offset in range(2):
-        positions = [POSITION + offset] * len(samplings)
-        drawn = draft_tokens(drafter[last], samplings, positions, rng, vocab_size=vocab_size, top_n=top_n)
-        chosen.append(drawn)
-        last = torch.tensor([token_id for token_id, _ in drawn])
-    return [
-        Draft(
-            request_id="r",
-            round_id=1,
-            position=POSITION,
-            token_ids=(first[0], second[0]),
-            draft_probs=None if first[1] is None else (first[1], second[1]),
-        )
-        for first, second in zip(*chosen, strict=True)
-    ]
-
-
-def committed_after(drafts: Sequence[Draft | None], samplings: Sequence[SamplingParams]) -> list[list[int]]:
-    """Verify every draft, each a request of its own, in one step."""
-    entries = [
-        VerificationEntry(sampling=sampling, draft=draft, position=POSITION)
-        for sampling, draft in zip(samplings, drafts, strict=True)
-    ]
-    last = [token_id for entry in entries for token_id in (PROMPT, *entry.draft_token_ids)]
-    verified = verify(TARGET[torch.tensor(last)], entries, torch.Generator().manual_seed(2))
-    return [tokens.token_ids for tokens in verified]
-
-
-def counts_of(committed: Sequence[Sequence[int]], transition: np.ndarray) -> np.ndarray:
-    """Sample what is missing to three tokens plainly, and count."""
-    tokens = np.array([[*row, -1, -1][:3] for row in committed])
-    rng = np.random.default_rng(3)
-    for column in (1, 2):
-        drawn = draw_rows(transition[tokens[:, column - 1]], rng)
-        tokens[:, column] = np.where(tokens[:, column] < 0, drawn, tokens[:, column])
-    return joint_counts(tokens, VOCAB_SIZE)
-
-
-def draft_sampling(sampling: SamplingParams) -> DraftSampling:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index")
-    return DraftSampling(**{name: getattr(sampling, name) for name in names})
-
-
-def rejection_counts(
-    drafter: torch.Tensor,
-    sampling: SamplingParams = PLAIN,
-    *,
-    num_draws: int = NUM_DRAWS,
-    drafting: DraftSampling | None = None,
-    vocab_size: int = VOCAB_SIZE,
-    top_n: int = 32,
-    tamper: Tamper = lambda draft: draft,
-) -> np.ndarray:
-    """Run the whole path, `tamper` between drafter and verifier, and count the joint outcomes."""
-    shape = draft_sampling(sampling) if drafting is None else drafting
-    drafts = drafts_of(drafter, [shape] * num_draws, vocab_size=vocab_size, top_n=top_n)
-    committed = committed_after([tamper(draft) for draft in drafts], [sampling] * num_draws)
-    return counts_of(committed, law_of(sampling)[0])
-
-
-CUT_SHAPE = SamplingParams(temperature=0.8, top_k=4, top_p=0.9, min_p=0.02)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(lambda: rejection_counts(NEAR), id="good"),
-        pytest.param(lambda: rejection_counts(FAR, vocab_size=DRAFT_VOCAB_SIZE), id="bad, draws padding"),
-        pytest.param(lambda: rejection_counts(FAR, top_n=2), id="truncated"),
-        pytest.param(lambda: rejection_counts(FAR, drafting=DraftSampling(temperature=0.0)), id="point mass"),
-    ],
-)
-def test_rejection_keeps_the_targets_law(run: Callable[[], np.ndarray]) -> None:
-    assert_law(run(), law_of(PLAIN)[1])
-
-
-def test_rejection_keeps_a_truncated_targets_law() -> None:
-    assert_law(rejection_counts(NEAR, CUT_SHAPE), law_of(CUT_SHAPE)[1])
-
-
-def drop_invalid(draft: Draft) -> Draft:
-    """Mistake: cut the draft at a drawn token outside the vocabulary instead of verifying it."""
-    return cut(draft, lambda token_id, row: token_id < VOCAB_SIZE)
-
-
-def only_confident(draft: Draft) -> Draft:
-    """Mistake: stop at a drawn token that the drafter held unlikely."""
-    return cut(draft, lambda token_id, row: row.weights[row.token_ids.index(token_id)] > 0.2 * DRAFT_PROB_SCALE)
-
-
-def cut(draft: Draft, keeps: Callable[[int, SparseRow], bool]) -> Draft:
-    length = 0
-    while length < len(draft.token_ids) and keeps(draft.token_ids[length], draft.draft_probs[length]):
-        length += 1
-    return replace(draft, token_ids=draft.token_ids[:length], draft_probs=draft.draft_probs[:length])
-
-
-def misreport(draft: Draft) -> Draft:
-    """Mistake: report a row that is 10 % flatter than the one that was drawn from."""
-    return replace(draft, draft_probs=tuple(flattened(row) for row in draft.draft_probs))
-
-
-def flattened(row: SparseRow) -> SparseRow:
-    weights = [round(0.9 * weight + 0.1 * DRAFT_PROB_SCALE / len(row.weights)) for weight in row.weights]
-    weights[0] += DRAFT_PROB_SCALE - sum(weights)
-    return SparseRow(token_ids=row.token_ids, weights=tuple(weights))
-
-
-@pytest.mark.parametrize("mistake", [drop_invalid, only_confident, misreport])
-def test_planted_mistakes_are_detected(mistake: Tamper) -> None:
-    counts = rejection_counts(FAR, vocab_size=DRAFT_VOCAB_SIZE, tamper=mistake, num_draws=NUM_DRAWS)
-    assert rejects_law(counts, law_of(PLAIN)[1])
-
-
-def test_the_test_can_fail() -> None:
-    """Alpha 1e-6; a shift of 4 % total variation, spread thin, is caught with probability above 0.99."""
-    joint = law_of(PLAIN)[1]
-    wrong = shifted(joint, 0.04)
-    assert np.abs(wrong - joint).sum() / 2 == pytest.approx(0.04)
-    assert power(joint, wrong, NUM_DRAWS) > 0.99
-    rng = np.random.default_rng(4)
-    assert rejects_law(rng.multinomial(NUM_DRAWS, wrong.ravel() / wrong.sum()), joint.ravel())
-    assert_law(rng.multinomial(NUM_DRAWS, joint.ravel() / joint.sum()), joint.ravel())
-    assert p_value(np.array([10, 10, 1]), np.array([0.5, 0.5, 0.0])) == 0.0
-
-
-def test_coupled_keeps_the_targets_law_over_seeds() -> None:
-    samplings = [SamplingParams(seed=seed) for seed in range(NUM_DRAWS)]
-    drafts = drafts_of(NEAR, [draft_sampling(sampling) for sampling in samplings], vocab_size=VOCAB_SIZE)
-    committed = committed_after(drafts, samplings)
-    acceptance_rate = np.mean([len(tokens) - 1 for tokens in committed]) / 2
-    assert acceptance_rate > 0.5  # the drafter does share the noise: independent draws would agree in about a third
-    transition, joint = law_of(PLAIN)
-    assert_law(counts_of(committed, transition), joint)
 
 
 def drafted(*token_ids: int, rows: tuple[SparseRow, ...] | None = None) -> Draft:
