@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, Open, Resync, VerifierMessage
+from outrider.verifier_service.messages.draft import Close, Commit, DrafterEvent, Open, Resync, VerifierMessage
 from outrider.verifier_service.messages.engine import BreakerState
-from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
+from support import parts
 
 OPENING_S = 5.0
 
@@ -20,16 +18,8 @@ class Bench:
 
     def __init__(self, *drafter_ids: str) -> None:
         self.client = MemoryDrafts()
-        config = CoordinatorConfig(vocab_size=100, max_model_len=64, background_opening_s=OPENING_S)
-        self.coordinator = DraftCoordinator(self.client, config)
-        self.request = Request(
-            request_id="a",
-            sampling=SamplingParams(temperature=0.0, max_tokens=32),
-            token_ids=[1, 2, 3],
-            num_prompt_tokens=3,
-            plan=SpeculationPlan(draft_length=3),
-            arrival_s=0.0,
-        )
+        self.coordinator = parts.coordinator(self.client, background_opening_s=OPENING_S)
+        self.request = parts.request(draft_length=3, temperature=0.0, max_tokens=32)
         self.now_s = 0.0
         self.receive(*(DrafterEvent(drafter_id=drafter_id) for drafter_id in drafter_ids or ("d",)))
 
@@ -45,15 +35,9 @@ class Bench:
         self.now_s += seconds
         self.request.token_ids += token_ids
 
-    def answer(self, commit: VerifierMessage, *token_ids: int, **changes: object) -> None:
+    def answer(self, commit: VerifierMessage, *token_ids: int) -> None:
         assert isinstance(commit, Commit)
-        draft = Draft(
-            request_id="a",
-            round_id=commit.round_id,
-            position=commit.position + len(commit.token_ids),
-            token_ids=token_ids,
-        )
-        self.receive(DrafterEvent(drafter_id="d", message=dataclasses.replace(draft, **changes)))
+        self.receive(DrafterEvent(drafter_id="d", message=parts.draft(commit, token_ids)))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.drafting.draft_yield import RETRY_STEPS
 from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
@@ -30,14 +30,12 @@ from outrider.verifier_service.messages.engine import NEVER, BreakerState
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     DisabledReason,
-    GenerationRequest,
     Request,
-    SamplingParams,
     SpeculationPlan,
 )
 from outrider.verifier_service.pricing.draft_pricing import AskLength
-
-VOCAB_SIZE = 100
+from support import parts
+from support.parts import VOCAB_SIZE
 
 
 class Bench:
@@ -45,22 +43,13 @@ class Bench:
 
     def __init__(self, states: StateSource | None = None, **config: float) -> None:
         self.client = MemoryDrafts()
-        settings = {"vocab_size": VOCAB_SIZE, "max_model_len": 64, "first_deadline_s": 0.5, **config}
-        self.coordinator = DraftCoordinator(self.client, CoordinatorConfig(**settings), states)
+        self.coordinator = parts.coordinator(self.client, states, **{"first_deadline_s": 0.5, **config})
         self.requests: dict[str, Request] = {}
         self.now_s = 0.0
 
-    def request(
-        self, request_id: str = "a", *, draft_length: int = 3, drafter_id: str | None = None, **sampling
-    ) -> Request:
-        sampling = {"temperature": 0.0, "max_tokens": 32, **sampling}
-        message = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=(1, 2, 3),
-            sampling=SamplingParams(**sampling),
-            plan=SpeculationPlan(drafter_id=drafter_id, draft_length=draft_length),
-        )
-        self.requests[request_id] = Request.of(message, self.now_s)
+    def request(self, request_id: str = "a", **named: Any) -> Request:
+        named = {"draft_length": 3, "temperature": 0.0, "max_tokens": 32, "arrival_s": self.now_s, **named}
+        self.requests[request_id] = parts.request(request_id, **named)
         return self.requests[request_id]
 
     def receive(self, *events: DrafterEvent) -> None:
@@ -99,16 +88,10 @@ def said(message: Draft | Resync, drafter_id: str = "d") -> DrafterEvent:
     return DrafterEvent(drafter_id=drafter_id, message=message)
 
 
-def answer(commit: VerifierMessage, *token_ids: int, **changes) -> Draft:
+def answer(commit: VerifierMessage, *token_ids: int, **changes: Any) -> Draft:
     """The draft that fits a commit, unless changed."""
     assert isinstance(commit, Commit)
-    fields = {
-        "request_id": commit.request_id,
-        "round_id": commit.round_id,
-        "position": commit.position + len(commit.token_ids),
-        "token_ids": token_ids,
-    }
-    return Draft(**{**fields, **changes})
+    return parts.draft(commit, token_ids, **changes)
 
 
 @pytest.fixture
@@ -286,8 +269,7 @@ class HeardPricing:
 def priced() -> Bench:
     """A coordinator with a pricing that listens."""
     bench = Bench()
-    config = CoordinatorConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
-    bench.coordinator = DraftCoordinator(bench.client, config, pricing=HeardPricing())
+    bench.coordinator = parts.coordinator(bench.client, pricing=HeardPricing())
     return bench
 
 

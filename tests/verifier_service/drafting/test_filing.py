@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.messages.draft import Close, DrafterEvent, DraftNeeds, Open, Seed
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.request import (
@@ -17,6 +16,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
+from support import parts
 
 RESPONSES = (PastResponse(token_ids=(7, 8), age=1), PastResponse(token_ids=(7, 9)))
 
@@ -26,8 +26,7 @@ class Bench:
 
     def __init__(self, *, rollouts: bool = True) -> None:
         self.client = MemoryDrafts()
-        config = CoordinatorConfig(vocab_size=100, max_model_len=64, rollouts=rollouts)
-        self.coordinator = DraftCoordinator(self.client, config)
+        self.coordinator = parts.coordinator(self.client, rollouts=rollouts)
         self.client.events = [
             DrafterEvent(drafter_id="keeps", vocab_size=100, needs=DraftNeeds(history=True)),
             DrafterEvent(drafter_id="other", vocab_size=100),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.state_pool import MAX_MESSAGE_BYTES, StatePool, require_taps
+from support import parts
 from tiny.played_graphs import without_host
 
 BLOCK_SIZE, WIDTH = 4, 3
@@ -48,15 +48,7 @@ def test_copied_blocks_are_whole():
 def test_messages_carry_the_states_bit_by_bit(dtype: torch.dtype):
     pool = make_pool(dtype)
     pool.write(list(range(8)), rows(*range(8)))
-    request = Request(
-        request_id="r",
-        sampling=SamplingParams(),
-        token_ids=[1],
-        num_prompt_tokens=1,
-        plan=SpeculationPlan(),
-        arrival_s=0.0,
-        block_table=[1, 0],
-    )
+    request = parts.request("r", [1], block_table=[1, 0])
     (message,) = pool.messages(request, 2, 6)
     assert (message.request_id, message.position, message.width) == ("r", 2, WIDTH)
     assert message.dtype == str(dtype).removeprefix("torch.")
@@ -67,15 +59,7 @@ def test_messages_carry_the_states_bit_by_bit(dtype: torch.dtype):
 
 def test_a_long_prompt_is_told_in_pieces():
     pool = make_pool(width=MAX_MESSAGE_BYTES // 16, num_blocks=3)  # four tokens a message
-    request = Request(
-        request_id="r",
-        sampling=SamplingParams(),
-        token_ids=[1],
-        num_prompt_tokens=1,
-        plan=SpeculationPlan(),
-        arrival_s=0.0,
-        block_table=[0, 1, 2],
-    )
+    request = parts.request("r", [1], block_table=[0, 1, 2])
     messages = list(pool.messages(request, 0, 10))
     assert [message.position for message in messages] == [0, 4, 8]
     assert all(len(message.data) <= MAX_MESSAGE_BYTES for message in messages)

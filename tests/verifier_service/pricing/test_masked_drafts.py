@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.pricing import outcome_of
 from fakes.priced_bench import DEAR, FREE, KNEED
-from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, Draft
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.load_levels import LoadLevels
@@ -22,6 +22,7 @@ from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS
 from outrider.verifier_service.scheduling.masks import MaskBlocks, PlacedMasks
 from outrider.verifier_service.scheduling.outcome import Outcome, num_mask_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from support import parts
 
 BLOCKS = MaskBlocks(token_id=9, length=3)
 # an embedded model on two cores
@@ -32,14 +33,7 @@ TWO_CORES = tuple(
 
 
 def make_request(name: str = "r", **plan: object) -> Request:
-    return Request(
-        request_id=name,
-        sampling=SamplingParams(temperature=0.0),
-        token_ids=[0] * 8,
-        num_prompt_tokens=8,
-        plan=SpeculationPlan(**({"drafter_id": LOCAL_DRAFTER_ID, "draft_length": 3} | plan)),
-        arrival_s=0.0,
-    )
+    return parts.request(name, [0] * 8, **({"drafter_id": LOCAL_DRAFTER_ID, "draft_length": 3} | plan))
 
 
 def make_pricing(profile, blocks: MaskBlocks = BLOCKS) -> DraftPricing:
@@ -53,7 +47,7 @@ def all_masks(num_drafted: int) -> PlacedMasks:
 
 
 def item_of(request: Request, num_drafted: int, masks: PlacedMasks | None) -> ScheduledRequest:
-    draft = Draft(request_id="r", round_id=1, position=8, token_ids=(0,) * num_drafted) if num_drafted else None
+    draft = parts.draft(request, (0,) * num_drafted) if num_drafted else None
     num_masks = 0 if masks is None else masks.num_tokens
     return ScheduledRequest(
         request=request, num_new_tokens=1 + num_drafted + num_masks, draft=draft, samples=True, masks=masks

@@ -10,32 +10,23 @@ from benchmarks.pricing import outcome_of, schedule_of
 from fakes.priced_bench import DEAR, FREE, KNEED
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from support import parts
 
 LENGTH = 4
 
 
 def make_requests(number: int) -> list[Request]:
-    return [
-        Request(
-            request_id=str(index),
-            sampling=SamplingParams(temperature=0.0),
-            token_ids=[0] * 8,
-            num_prompt_tokens=8,
-            plan=SpeculationPlan(drafter_id="d", draft_length=LENGTH),
-            arrival_s=0.0,
-        )
-        for index in range(number)
-    ]
+    return [parts.request(str(index), [0] * 8, drafter_id="d", draft_length=LENGTH) for index in range(number)]
 
 
 def make_draft(request: Request, length: int = LENGTH) -> Draft:
-    return Draft(request_id=request.request_id, round_id=1, position=8, token_ids=(0,) * length)
+    return parts.draft(request, (0,) * length)
 
 
 def plain(request: Request) -> ScheduledRequest:

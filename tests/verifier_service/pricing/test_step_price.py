@@ -33,12 +33,6 @@ def chain(rate: float, length: int = 8) -> list[float]:
     return [rate**place for place in range(1, length + 1)]
 
 
-def test_all_is_admitted_before_the_first_step():
-    price = StepPrice(cost_of(*MEMORY_BOUND))
-    assert price.value == 0.0
-    assert price.num_paying([0.9, 0.5, 0.001]) == 3
-
-
 def test_a_step_that_stands_for_eight_counts_as_eight_that_are_alike():
     one_by_one, at_once = StepPrice(cost_of(*KNEE_AT_32)), StepPrice(cost_of(*KNEE_AT_32))
     prices: list[float] = []
@@ -59,14 +53,6 @@ def test_admits_the_leading_positions_above_the_price():
     assert price.num_paying([above, above, below, below]) == 2
     assert price.num_paying([price.value]) == 0, "equal is not above"
     assert price.num_paying([]) == 0
-
-
-def test_what_is_free_is_admitted():
-    assert priced(cost_of(*MEMORY_BOUND), 1, chain(0.7)).value < 0.06
-
-
-def test_nothing_pays_where_every_token_costs_as_much():
-    assert priced(cost_of(*COMPUTE_BOUND), 64, chain(0.9) * 64).value == NEVER
 
 
 def test_the_best_of_all_prices_by_trying_them():

@@ -2,8 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fakes.engine_bench import make_request
-from fakes.priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
+from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.trial import (
     ALLOWANCE,
@@ -104,20 +103,6 @@ def test_pauses_grow_with_every_failure_until_drafting_has_gained():
     assert num_paused(trial) == FIRST_PAUSE
 
 
-def test_a_price_that_lets_nothing_through_is_no_failure():
-    trial = opened(*[0.0] * TRIAL_DRAFTS)
-    assert trial.settle(OPEN, NEVER, True) == NEVER
-    assert num_paused(trial) == 0
-
-
-def test_nothing_is_waited_for_while_drafts_go_on():
-    trial = opened(FIRST_CREDIT + MAX_LOSS)
-    for _ in range(10_000):
-        trial.observe_plain()
-    assert trial.settle(OPEN, OPEN, True) == NEVER
-    assert num_paused(trial) == FIRST_PAUSE
-
-
 def test_accidents_are_pardoned_as_far_as_the_allowance_reaches():
     trial = opened()
     trial.observe(1, MAX_ALLOWANCE, is_accident=True)
@@ -149,15 +134,6 @@ def test_a_cold_start_does_not_keep_drafts_off(share_wrong: float):
 def test_trying_again_and_again_costs_little():
     found = speeds(0.6, [])  # the best fixed length loses a tenth
     assert sum(found) / len(found) > 0.975
-
-
-def test_steps_that_read_prompts_use_a_trial_up_too():
-    bench = Bench(GuessingDrafts(draft_s=0.001), FREE)
-    for index in range(60):  # there is no step without a prompt in it
-        assert bench.engine.add(make_request(str(index), draft_length=4, max_tokens=12, drafter_id="d")) is None
-        bench.engine.step()
-    assert len(bench.drafts.asked) > TRIAL_DRAFTS
-    assert not bench.pricing._level.trial.goes_on
 
 
 def test_drafts_that_hardly_pay_cost_little_for_long():

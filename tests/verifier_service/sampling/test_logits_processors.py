@@ -49,29 +49,33 @@ def processed(
     return apply_edits(torch.tensor(rows), [(0, edits)]).tolist()
 
 
-def test_presence_is_subtracted_once_from_what_the_output_has():
-    rows = processed([[1.0, 2.0, 3.0, -4.0]] * 3, output=(2, 2), draft=(3, 2), presence_penalty=0.5)
-    assert rows == [[1.0, 2.0, 2.5, -4.0], [1.0, 2.0, 2.5, -4.5], [1.0, 2.0, 2.5, -4.5]]
+BIASES = (LogitBias(token_id=3, bias=2.5), LogitBias(token_id=0, bias=-100.0), LogitBias(token_id=3, bias=0.5))
+ALL_OF_THEM = {
+    "logit_bias": (LogitBias(token_id=2, bias=4.0),),
+    "repetition_penalty": 2.0,
+    "frequency_penalty": 0.25,
+    "presence_penalty": 0.5,
+}
 
 
-def test_frequency_is_subtracted_once_per_occurrence_in_the_output():
-    rows = processed([[1.0, 2.0, 3.0, -4.0]] * 3, output=(2, 2), draft=(3, 2), frequency_penalty=0.5)
-    assert rows == [[1.0, 2.0, 2.0, -4.0], [1.0, 2.0, 2.0, -4.5], [1.0, 2.0, 1.5, -4.5]]
-
-
-def test_negative_penalties_encourage():
-    rows = processed([[0.0, 0.0, 0.0, 0.0]], output=(2, 2), presence_penalty=-1.0, frequency_penalty=-0.5)
-    assert rows == [[0.0, 0.0, 2.0, 0.0]]
-
-
-def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output():
-    rows = processed([[1.0, -2.0, 3.0, -4.0]] * 2, draft=(3,), repetition_penalty=2.0)
-    assert rows == [[0.5, -4.0, 3.0, -4.0], [0.5, -4.0, 3.0, -8.0]]
-
-
-def test_a_bias_is_added_and_two_for_one_token_both_count():
-    bias = (LogitBias(token_id=3, bias=2.5), LogitBias(token_id=0, bias=-100.0), LogitBias(token_id=3, bias=0.5))
-    assert processed([[1.0, 2.0, 3.0, -4.0]] * 2, draft=(1,), logit_bias=bias) == [[-99.0, 2.0, 3.0, -1.0]] * 2
+@pytest.mark.parametrize(
+    ("sampling", "output", "draft", "rows"),
+    [
+        ({"presence_penalty": 0.5}, (2, 2), (3,), [[1.0, -2.0, 2.5, -4.0], [1.0, -2.0, 2.5, -4.5]]),
+        (
+            {"frequency_penalty": 0.5},
+            (2, 2),
+            (3, 2),
+            [[1.0, -2.0, 2.0, y] for y in (-4.0, -4.5)] + [[1.0, -2.0, 1.5, -4.5]],
+        ),
+        ({"presence_penalty": -1.0, "frequency_penalty": -0.5}, (2, 2), (), [[1.0, -2.0, 5.0, -4.0]]),
+        ({"repetition_penalty": 2.0}, (), (3,), [[0.5, -4.0, 3.0, -4.0], [0.5, -4.0, 3.0, -8.0]]),  # 0, 1: the prompt
+        ({"logit_bias": BIASES}, (), (1,), [[-99.0, -2.0, 3.0, -1.0]] * 2),
+        (ALL_OF_THEM, (2, 2), (), [[0.5, -4.0, (3.0 + 4.0) / 2 - 0.5 - 0.5, -4.0]]),  # bias, repetition, the others
+    ],
+)
+def test_rows_by_hand(sampling: dict, output, draft, rows: list[list[float]]):
+    assert processed([[1.0, -2.0, 3.0, -4.0]] * len(rows), output=output, draft=draft, **sampling) == rows
 
 
 def test_stop_tokens_are_impossible_until_the_output_is_long_enough_position_by_position():
@@ -82,16 +86,6 @@ def test_stop_tokens_are_impossible_until_the_output_is_long_enough_position_by_
     assert processed([row] * 3, output=(2,), draft=(2, 2), **options) == [barred, barred, row]
     long_enough = make_processor(SamplingParams(min_tokens=3), stop_token_ids=(1, 3))
     assert long_enough.edits([*PROMPT, 2, 2, 2], [1]) is None, "nothing is copied for it any more"
-
-
-def test_the_order_is_bias_then_repetition_then_the_output_penalties():
-    sampling = {
-        "logit_bias": (LogitBias(token_id=2, bias=4.0),),
-        "repetition_penalty": 2.0,
-        "frequency_penalty": 0.25,
-        "presence_penalty": 0.5,
-    }
-    assert processed([[0.0, 0.0, -1.0, 0.0]], output=(2, 2), **sampling) == [[0.0, 0.0, (-1 + 4) / 2 - 0.5 - 0.5, 0.0]]
 
 
 def test_a_barred_token_stays_barred_under_every_penalty():
@@ -118,33 +112,6 @@ def test_repetition_is_that_of_transformers():
 
 
 # --- trees ---
-
-
-def test_a_trees_rows_count_their_own_path():
-    rows = processed_tree([[1.0, 2.0, 3.0, 4.0]] * 5, (2, 3, 2, 2), (-1, -1, 0, 1), frequency_penalty=0.5)
-    plain, after_2, after_3 = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 2.5, 4.0], [1.0, 2.0, 3.0, 3.5]
-    assert rows == [plain, after_2, after_3, [1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 2.5, 3.5]]
-
-
-def test_stop_tokens_are_barred_by_depth_in_a_tree():
-    options = {"stop_token_ids": (1,), "min_tokens": 2}
-    row, barred = [0.0, 0.0, 0.0, 0.0], [0.0, -INF, 0.0, 0.0]
-    rows = processed_tree([row] * 5, (2, 3, 2, 0), (-1, -1, 0, 2), **options)
-    assert rows == [barred, barred, barred, row, row]
-
-
-def processed_tree(
-    rows: Sequence[Sequence[float]],
-    draft: Sequence[int],
-    parents: Sequence[int],
-    *,
-    stop_token_ids: Sequence[int] = (),
-    **sampling: object,
-) -> list[list[float]]:
-    processor = make_processor(SamplingParams(**sampling), stop_token_ids=stop_token_ids, vocab_size=4)
-    edits = processor.edits(PROMPT, draft, parents)
-    assert edits is not None
-    return apply_edits(torch.tensor(rows), [(0, edits)]).tolist()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -204,12 +171,6 @@ def test_a_mask_comes_after_all_else():
     kept[:, 1], kept[:, 7], kept[0, 9], kept[1, 9] = 1.0, 5.0, 9.0, 7.0
     assert torch.equal(rows, kept)
     assert mask.seen == [([7], [9], [-1])]
-
-
-def test_a_mask_sees_the_output_and_the_tree():
-    mask = FixedMask(1)
-    masked(mask, draft=[9, 3, 4], parents=[-1, -1, 1])
-    assert mask.seen == [([7], [9, 3, 4], [-1, -1, 1])]
 
 
 def test_where_min_tokens_bars_all_that_a_mask_allows_it_gives_way():
