@@ -34,6 +34,9 @@ class EngineSide(Protocol):
     def expected(self, prompt: Sequence[int], length: int) -> tuple[int, ...]:
         """Return what it says after a prompt."""
 
+    def running(self) -> set[str]:
+        """Return the requests that it still works on."""
+
     def fail(self) -> None:
         """Let the engine fail in its next step."""
 
@@ -46,6 +49,9 @@ class OwnSide:
 
     def expected(self, prompt: Sequence[int], length: int) -> tuple[int, ...]:
         return greedy_tokens(length, prompt)
+
+    def running(self) -> set[str]:
+        return set(self.shell.engine.requests)
 
     def fail(self) -> None:
         _break(self.shell.runner)
@@ -61,11 +67,14 @@ class PlayedSide:
         verifier = VerifierSpec(model=model)
         spec = PlayedSpec(verifier=verifier, vocab_size=97, eos_token_ids=(0,), says=says, step_s=STEP_S)
         links, self._runner = RelayDraftClient(), PlayedRunner(spec)
-        engine = played_engine(spec, links, self._runner)
+        self._engine = engine = played_engine(spec, links, self._runner)
         self.shell.start(lambda pipe: EngineLoop(engine, links, pipe, clock=time.monotonic).run())
 
     def expected(self, prompt: Sequence[int], length: int) -> tuple[int, ...]:
         return ((11, 12, 13) * length)[:length]
+
+    def running(self) -> set[str]:
+        return set(self._engine.requests)
 
     def fail(self) -> None:
         _break(self._runner)
@@ -84,12 +93,13 @@ class PlayedVllm:
     def __init__(self, load: VllmLoad) -> None:
         self.load = load
         self.is_dead = False
-        self.aborted: list[str] = []
+        self.running: set[str] = set()
         self.error: Exception | None = None
         self.may_go = True
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Any]:
         length = request.sampling.max_tokens
+        self.running.add(request.request_id)
         try:
             for place in range(length):
                 while not self.may_go:
@@ -100,9 +110,8 @@ class PlayedVllm:
                 token_id = request.prompt_token_ids[place % len(request.prompt_token_ids)]
                 yield output([token_id], "length" if place + 1 == length else None)
                 await asyncio.sleep(STEP_S)
-        except (asyncio.CancelledError, GeneratorExit):
-            self.aborted.append(request.request_id)
-            raise
+        finally:
+            self.running.discard(request.request_id)
 
 
 class VllmSide:
@@ -117,6 +126,9 @@ class VllmSide:
 
     def expected(self, prompt: Sequence[int], length: int) -> tuple[int, ...]:
         return (tuple(prompt) * length)[:length]
+
+    def running(self) -> set[str]:
+        return set(self.vllm.running)
 
     def fail(self) -> None:
         self.vllm.error, self.vllm.is_dead = RuntimeError("engine core died"), True
