@@ -168,15 +168,6 @@ def test_a_failed_transfer_closes_the_channel_for_good():
     assert sender.is_refusing
 
 
-def test_a_closed_channel_takes_nothing_more():
-    pair = ScriptedPair()
-    sender = TensorSender(ROUTE, open_=pair.open)
-    until(lambda: sender.is_connected)
-    sender.close()
-    assert sender.join(PATIENCE_S)
-    assert sender.offer(data(5)) is None
-
-
 # --- the receiver, over a scripted pair ---
 
 

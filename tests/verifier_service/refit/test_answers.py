@@ -1,6 +1,6 @@
 """After new weights, answers are those of an engine that started with them; requests that cross an update say so.
 
-384 short answers, greedy and seeded, whose prompts and outputs the prefix cache knows from the old weights. Planted: a
+128 short answers, greedy and seeded, whose prompts and outputs the prefix cache knows from the old weights. Planted: a
 cache whose root does not change.
 """
 
@@ -49,7 +49,7 @@ from outrider.verifier_service.scheduling.scheduler import Scheduler
 from tiny.models import make_model, random_sequences
 from tiny.refits import perturb, trainer
 
-NUM_REQUESTS = 384
+NUM_REQUESTS = 128
 NUM_NEW_TOKENS = 6
 PROMPTS = random_sequences((9, 21, 5, 14, 30, 12, 17, 26))  # in blocks of four, and with whole blocks to find
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
