@@ -130,15 +130,16 @@ async def test_a_key_that_keeps_nothing_prefills_nothing():
     assert not request.may_learn
 
 
-async def test_after_a_tool_call_nothing_is_prefilled():
+@pytest.mark.parametrize("stream", [False, True])
+async def test_after_a_tool_call_nothing_is_prefilled(stream: bool):
     chats = Chats('See.\n<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_call>')
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     app = build_api(chats.gateway, healthy, reply_syntax=ReplySyntax(tool_call_parser="hermes"))
     async with client_of(app) as client:
-        body = {"model": "tiny", "messages": [ASKED], "tools": [tool]}
-        answer = (await client.post("/v1/chat/completions", json=body)).json()
-    assert answer["choices"][0]["message"]["tool_calls"]
+        body = {"model": "tiny", "messages": [ASKED], "tools": [tool], "stream": stream}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert '"tool_calls"' in answer.text
     await chats.gateway.next_turn.settle()
     assert chats.prefills.requests == []
 
