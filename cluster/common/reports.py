@@ -96,9 +96,9 @@ class Reports:
         return True
 
 
-async def news_or_interval(news: asyncio.Event) -> None:
-    """Wait for `news`, at most `REPORT_INTERVAL_S`, and clear it."""
+async def news_or_interval(news: asyncio.Event, interval_s: float = REPORT_INTERVAL_S) -> None:
+    """Wait for `news`, at most for the interval, and clear it."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(REPORT_INTERVAL_S):
+        async with asyncio.timeout(interval_s):
             await news.wait()
     news.clear()

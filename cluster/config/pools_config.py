@@ -106,9 +106,14 @@ class PoolsConfig(Options):
         flat = {name: value for options in (self, *parts) for name, value in options if name in known}
         return type(self)(**flat | changes)
 
+    @property
+    def public_host(self) -> str:
+        """The host of public ports, as in URLs: an IPv6 address stands in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
     def address(self, port: int) -> str:
-        """Return where a public port listens, as in URLs: an IPv6 address stands in brackets."""
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        """Return where a public port listens."""
+        return f"{self.public_host}:{port}"
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

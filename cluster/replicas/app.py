@@ -25,7 +25,6 @@ from outrider.cluster.replicas.directory_replica import DirectoryReplica
 from outrider.cluster.replicas.drafter_replica import DrafterReplica
 from outrider.cluster.replicas.gateway_replica import GatewayReplica
 from outrider.cluster.replicas.learner_replica import LearnerReplica
-from outrider.cluster.replicas.rank_actors import RankMain
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
@@ -39,6 +38,7 @@ from outrider.cluster.router.serve_scaling import (
     verifier_targets,
 )
 from outrider.drafter_service.service.drafter_spec import common_state_taps
+from outrider.verifier_service.model.ranks import RankMain
 
 MAX_ONGOING_REQUESTS = 4096
 STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it

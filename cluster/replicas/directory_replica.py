@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -16,22 +15,18 @@ from starlette.types import ASGIApp
 from outrider.cluster.api.access import admin_paths
 from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
-from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.api.openai.endpoints import prepare
 from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router
-from outrider.cluster.common.security import bind
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
+from outrider.cluster.replicas.engine_host import SERVER_GRACE_S, open_port
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server
-from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
-
-SERVER_GRACE_S = 0.5
 
 
 @serve.ingress()
@@ -52,15 +47,16 @@ class DirectoryReplica:
         )
         control = LearnerControl(learners, lambda: self._router.snapshot) if config.learning else None
         self._api = drafters_api(config, registry, control)
-        interceptors = (*config.links.server_interceptors, MalformedCallInterceptor())
-        self._server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
         servicer = DirectoryServicer(
             lambda report: ask_router(router.report_verifier, report),
             lambda verifier_id: ask_router(router.remove, verifier_id),
         )
-        add_DrafterDirectoryServicer_to_server(servicer, self._server)
-        bind(self._server, config.address(config.grpc_port), config.links.server_credentials)
-        await self._server.start()
+        self._server, _ = await open_port(
+            config.public_host,
+            lambda server: add_DrafterDirectoryServicer_to_server(servicer, server),
+            config.links,
+            config.grpc_port,
+        )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ray import serve
-
-from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import REPORT_INTERVAL_S, Reports, ask, ask_router
+from outrider.cluster.common.reports import ask
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.learner_visits import ANSWER_TIMEOUT_S, LearnerVisits
 from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
@@ -103,33 +100,30 @@ def learner_visits(drafter_id: str, spec: DrafterSpec, learner: Any, port: Shell
     )
 
 
-class DrafterReplica:
+class DrafterReplica(ReplicaBase):
     """One replica of a drafter pool."""
 
     async def __init__(self, config: PoolsConfig, router: Any, pool: str, learner: Any = None) -> None:  # type: ignore[misc]  # Serve awaits it
         """`learner` is the handle of the pool's learner; None: it has none."""
         config = with_closed_links(config)
-        self._host = EngineHost(
-            on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
+        super().__init__(
+            *(config, router.report_drafter),
+            name=f"drafter/{own_id()}",
+            timeout_s=config.engine_timeout_s,
+            remove=router.remove,
         )
         self._port = ShellPort(self._host)
-        self._router = router
         options = config.pools[pool]
         spec, placement = config.drafter_spec_of(options), config.drafter_placement(options)
         self._num_ranks = placement.num_ranks
-        self._drain_timeout_s = config.drain_timeout_s
-        self._is_draining = False
         self._pool = pool
-        self._drafter_id = serve.get_replica_context().replica_id.unique_id
-        configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
-        self._epoch = time.time_ns()
-        self._visits = None if learner is None else learner_visits(self._drafter_id, spec, learner, self._port)
+        self._visits = None if learner is None else learner_visits(self._id, spec, learner, self._port)
         transports = config.tensor_transports
         spec = dataclasses.replace(spec, tensor_host=internal_address(config.links) if transports else "")
         ranks = RankActors(spec, placement.num_ranks, num_gpus=placement.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
         identity = DrafterIdentity(
-            drafter_id=self._drafter_id,
+            drafter_id=self._id,
             vocab_size=self._ready.vocab_size,
             vocab_fingerprint=self._ready.vocab_fingerprint,
             max_draft_length=self._ready.max_draft_length,
@@ -157,19 +151,10 @@ class DrafterReplica:
     def _on_failure(self, reason: str) -> None:
         self._port.fail(reason)
 
-    async def _report_forever(self) -> None:
-        """Report while the engine lives: a silent drafter gets no new requests."""
-        reports = Reports()
-        while self._host.failure is None:
-            if reports.take(report := self._report()):
-                await ask_router(self._router.report_drafter, report)
-            await asyncio.sleep(REPORT_INTERVAL_S)
-        await ask_router(self._router.remove, self._drafter_id)
-
     def _report(self) -> DrafterReport:
         load = self._port.load()
         return DrafterReport(
-            drafter_id=self._drafter_id,
+            drafter_id=self._id,
             pool=self._pool,
             endpoint=self._endpoint,
             epoch=self._epoch,
@@ -184,32 +169,15 @@ class DrafterReplica:
         """Return the engine's last reported load."""
         return self._port.load()
 
-    async def pid(self) -> int:
-        """Return the pid of this replica's shell process."""
-        return os.getpid()
-
-    async def rank_pids(self) -> list[int]:
-        """Return the pids of this replica's ranks, rank 0 first."""
-        return await self._host.rank_pids()
-
-    async def check_health(self) -> None:
-        """Raise if this replica can no longer draft."""
-        self._host.check()
-
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the autoscaler's figures."""
         return drafter_figures(self._port.load())
 
     async def _drain(self) -> None:
         """Wait while verifiers move their requests to other drafters; a remaining one loses speed, never a token."""
+        if self._host.failure is not None:
+            return
         self._is_draining = True
-        await ask_router(self._router.report_drafter, self._report())
+        await self._tell_router()
         await asyncio.sleep(HEARD_S)
         await wait_until(lambda: self._port.is_quiet, self._drain_timeout_s)
-
-    async def __del__(self) -> None:
-        if self._host.failure is None:
-            await self._drain()
-        await self._host.tasks.stop()  # or a last report would register it again
-        await ask_router(self._router.remove, self._drafter_id)
-        await self._host.close()

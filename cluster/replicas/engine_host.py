@@ -21,13 +21,16 @@ SERVER_GRACE_S = 0.5
 
 
 async def open_port(
-    host: str, register: Callable[[grpc.aio.Server], None], links: LinkTls
+    host: str, register: Callable[[grpc.aio.Server], None], links: LinkTls, port: int = 0
 ) -> tuple[grpc.aio.Server, str]:
-    """Open a gRPC port for our own services, plaintext without the links' TLS; return its server and "host:port"."""
+    """Open a gRPC port for our own services, a free one for 0; return its server and "host:port".
+
+    Plaintext without the links' TLS. `host` is as in URLs.
+    """
     interceptors = (*links.server_interceptors, MalformedCallInterceptor())
     server = grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
     register(server)
-    port = bind(server, f"{host}:0", links.server_credentials)
+    port = bind(server, f"{host}:{port}", links.server_credentials)
     await server.start()
     return server, f"{host}:{port}"
 

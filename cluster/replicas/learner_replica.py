@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import ask_router
 from outrider.cluster.config.placement import LEARNER_CPUS
 from outrider.cluster.config.pools_config import PoolsConfig
-from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.cluster.replicas.replica_base import ReplicaBase
 from outrider.drafter_service.learning.folder_lock import require_free
 from outrider.drafter_service.learning.messages import (
     FROM_LEARNER,
@@ -34,7 +31,6 @@ from outrider.drafter_service.learning.messages import (
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.verifier_service.links.control_table import ControlTable
 
-REPORT_INTERVAL_S = 0.5
 ENGINE_TIMEOUT_S = 120.0  # of silence: on busy cores, a step or a file of the idle class takes tens of seconds
 ANSWER_TIMEOUT_S = 60.0  # of an operator's call, which may copy weights
 START_TIMEOUT_S = 900.0  # it loads target and drafter where nothing else runs
@@ -126,21 +122,18 @@ class LearnerDesk:
             self._told = self._settings
 
 
-class LearnerReplica:
+class LearnerReplica(ReplicaBase):
     """The learner of one pool. It answers at once, also while its process starts: then that there is none."""
 
+    report_interval_s = 0.5  # nothing is decided by it
+
     async def __init__(self, config: PoolsConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        configure_logging(config.log_format, replica=f"learner/{pool}")
+        super().__init__(config, router.report_learner, name=f"learner/{pool}", timeout_s=ENGINE_TIMEOUT_S)
         options = config.pools[pool]
         spec, placement = config.learner_spec_of(options), config.learner_placement(options)
         assert options.learner is not None
         self._options = options.learner
         self._looks_up = any(method in MODEL_FREE for method in options.speculative.all_methods)
-        self._host = EngineHost(
-            on_message=lambda update: self._desk.take(update),
-            on_failure=lambda reason: self._desk.fail(reason),
-            timeout_s=ENGINE_TIMEOUT_S,
-        )
         self._desk = LearnerDesk(self._host.send, spec.settings)
         self._is_started = False
         # one that cannot be written, or is another learner's, is known at once
@@ -152,17 +145,23 @@ class LearnerReplica:
             num_cpus=LEARNER_CPUS,
             timeout_s=START_TIMEOUT_S,
         )
-        self._host.tasks.start(self._live(ranks, router.report_learner), "start the learner and report")
+        self._host.tasks.start(self._live(ranks), "start the learner and report")
 
-    async def _live(self, ranks: RankActors, report: Any) -> None:
+    def _on_update(self, update: LearnerUpdate) -> None:
+        self._desk.take(update)
+
+    def _on_failure(self, reason: str) -> None:
+        self._desk.fail(reason)
+
+    def _report(self) -> LearnerStatus | None:
+        return self._desk.status
+
+    async def _live(self, ranks: RankActors) -> None:
         """Wait for the process, then tell the router what it is at while it lives."""
         ready = await self._host.start(ranks, FROM_LEARNER)
         assert isinstance(ready, LearnerReady)
         self._is_started = True
-        while self._host.failure is None:
-            if (status := self._desk.status) is not None:
-                await ask_router(report, status)
-            await asyncio.sleep(REPORT_INTERVAL_S)
+        await self._report_forever()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change the learner's settings: those that `user_config` does not name are as configured at start.
@@ -189,20 +188,9 @@ class LearnerReplica:
     async def status(self) -> LearnerStatus | None:
         return self._desk.status
 
-    async def pid(self) -> int:
-        """Return the pid of this replica's shell process."""
-        return os.getpid()
-
-    async def rank_pids(self) -> list[int]:
-        """Return the pid of the process that trains."""
-        return await self._host.rank_pids()
-
     async def check_health(self) -> None:
         """Raise if the learner is gone: Serve then starts it anew, and the folder has its versions."""
         if self._is_started:
-            self._host.check()
+            await super().check_health()
         else:
             self._host.tasks.check()
-
-    async def __del__(self) -> None:
-        await self._host.close()

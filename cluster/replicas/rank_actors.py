@@ -8,23 +8,16 @@ import shutil
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.cluster.config.placement import RANK_CPUS
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+from outrider.verifier_service.model.ranks import PipeListener, RankMain, RankSpec, run_rank
 
 START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
 LONG_START_TIMEOUT_S = 1800.0  # vLLM also compiles its model
-
-
-class RankMain(Protocol):
-    """An engine's spec: `VerifierSpec`, `VllmSpec`, `DrafterSpec`, `ColocatedSpec` or `LearnerSpec`."""
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run one rank until its shell, or rank 0, is gone."""
 
 
 class Rank:
@@ -34,7 +27,7 @@ class Rank:
         return os.getpid()
 
     def run(self, spec: RankMain, rank: RankSpec) -> None:
-        spec.run_rank(rank)
+        run_rank(spec, rank)
 
 
 RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators are badly typed

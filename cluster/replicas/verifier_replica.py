@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import time
 from typing import Any
 
-from ray import serve
-
-from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.common.reports import Reports, ask_router, news_or_interval
 from outrider.cluster.config.service_config import OUTRIDER, ServiceConfig
 from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
-from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.missed_weights import MissedPause, MissedWeights
 from outrider.cluster.replicas.node_address import internal_address, with_closed_links
-from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors, RankMain
+from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
+from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
 from outrider.cluster.router.scaling_figures import VerifierFigures
@@ -42,6 +35,7 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.handover import HandOver
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.model.ranks import RankMain
 from outrider.verifier_service.start_phases import begin_phases
 
 logger = logging.getLogger(__name__)
@@ -54,7 +48,7 @@ def own_draft_length(load: EngineLoad, configured: int) -> int:
     return configured if is_up else 0
 
 
-class VerifierReplica:
+class VerifierReplica(ReplicaBase):
     """One replica of the target model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -62,27 +56,24 @@ class VerifierReplica:
     ) -> None:
         """`main`: what the ranks run; None: the configuration's engine."""
         config = with_closed_links(config)
-        self._host = EngineHost(
-            on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
+        super().__init__(
+            *(config, router.report_verifier),
+            name=f"verifier/{own_id()}",
+            timeout_s=config.engine_timeout_s,
+            remove=router.remove,
         )
-        self._router, self._role = router, role
-        self._verifier_id = serve.get_replica_context().replica_id.unique_id
-        configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         begin_phases("verifier", "starting its ranks")
-        self._epoch = time.time_ns()
+        self._role = role
         self._load: EngineLoad | None = None
-        self._load_changed = asyncio.Event()
         self._default_plan: SpeculationPlan | None = None  # the router's last one
         self._figures = VerifierFigures()
-        self._reports = Reports()
         drafter = config.own_drafter
         self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
-        self._drain_timeout_s = config.drain_timeout_s
-        self._is_known = self._is_draining = self._is_closed = False
+        self._is_known = self._is_closed = False
         # vLLM's KV stays where it is
         self._handovers = (
-            HandoverCalls(self._host.send, config.links.credentials, self._verifier_id)
+            HandoverCalls(self._host.send, config.links.credentials, self._id)
             if config.verifiers.engine == OUTRIDER
             else None
         )
@@ -122,7 +113,7 @@ class VerifierReplica:
         if plugins is not None:
             return plugins
         hello = Hello(
-            verifier_id=self._verifier_id,
+            verifier_id=self._id,
             epoch=self._epoch,
             vocab_size=self._ready.vocab_size,
             vocab_fingerprint=self._ready.vocab_fingerprint,
@@ -154,7 +145,7 @@ class VerifierReplica:
         if update.load is not None:
             self._load = update.load
             self._table.hear(update.load)
-            self._load_changed.set()
+            self._news.set()
 
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
@@ -162,23 +153,8 @@ class VerifierReplica:
         if self._handovers is not None:
             self._handovers.fail(reason)
 
-    async def _report_forever(self) -> None:
-        """Report while the engine lives: a silent verifier gets no new requests."""
-        with contextlib.suppress(ConnectionError):  # the engine may end while the router answers
-            while self._host.failure is None:
-                await self._tell_router()
-                await news_or_interval(self._load_changed)
-        await ask_router(self._router.remove, self._verifier_id)
-
-    async def _tell_router(self) -> None:
-        if self._load is None or not self._reports.take(report := self._report(self._load)):
-            return
-        directive = await ask_router(self._router.report_verifier, report)
-        if directive is not None:
-            self._is_known = True
-            await self._follow(directive)
-
     async def _follow(self, directive: Directive) -> None:
+        self._is_known = True
         self._default_plan = directive.default_plan
         self._has_taker = directive.has_taker
         if directive.moves_one:
@@ -187,9 +163,12 @@ class VerifierReplica:
         self._missed_pause.follow(directive.pause)
         await self._drafters.follow(directive)
 
-    def _report(self, load: EngineLoad) -> VerifierReport:
+    def _report(self) -> VerifierReport | None:
+        load = self._load
+        if load is None:
+            return None
         report = VerifierReport(
-            verifier_id=self._verifier_id,
+            verifier_id=self._id,
             endpoint=self._endpoint,
             epoch=self._epoch,
             load=load,
@@ -214,17 +193,9 @@ class VerifierReplica:
         """Return the drafters with a live link."""
         return self._drafters.linked_drafters
 
-    async def pid(self) -> int:
-        """Return the pid of this replica's shell process."""
-        return os.getpid()
-
-    async def rank_pids(self) -> list[int]:
-        """Return the pids of this replica's ranks, rank 0 first."""
-        return await self._host.rank_pids()
-
     async def check_health(self) -> None:
         """Raise if this replica can no longer verify."""
-        self._host.check()
+        await super().check_health()
         self._drafters.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -250,10 +221,3 @@ class VerifierReplica:
         """Hold requests that decode, if another verifier could take them: alone, they would wait for nobody."""
         if self._handovers is not None and self._has_taker:
             self._host.send(HandOver(max_held=max_held))
-
-    async def __del__(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the engine may end before its requests do
-            await self._drain()
-        await self._host.tasks.stop()  # or a last report would register it again
-        await ask_router(self._router.remove, self._verifier_id)
-        await self._host.close()

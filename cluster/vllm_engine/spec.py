@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.ranks import RankSpec
+from outrider.verifier_service.model.ranks import MainFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class HostedDrafts:
 class VllmSpec:
     """The spec of the process that hosts vLLM, which starts the processes of its ranks itself."""
 
+    main: ClassVar = MainFunction("outrider.cluster.vllm_engine.process:run_vllm")
     model: ModelConfig
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -37,9 +38,3 @@ class VllmSpec:
         assert self.drafts is not None
         drafts = dataclasses.replace(self.drafts, options=self.drafts.options | {"pool": directory})
         return dataclasses.replace(self, drafts=drafts)
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run vLLM until the shell is gone."""
-        from outrider.cluster.vllm_engine.process import run_vllm
-
-        run_vllm(self, rank)

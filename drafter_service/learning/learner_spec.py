@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outrider.drafter_service.learning.messages import LearnerSettings
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import learning_refusal
-from outrider.verifier_service.model.ranks import RankSpec
-from outrider.verifier_service.start_phases import begin_phases
+from outrider.verifier_service.model.ranks import MainFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
     """The spec of a pool's learner, which has one rank. Raises `ValueError` for a drafter that cannot learn."""
 
+    main: ClassVar = MainFunction(
+        "outrider.drafter_service.learning.rank_main:run_learner_rank", "learner", "importing the trainer"
+    )
     drafter: DrafterSpec
     pool: str
     folder: str  # of the versions, which this learner alone uses
@@ -31,10 +34,3 @@ class LearnerSpec:
             raise ValueError(f"learning: {refusal}")
         if self.max_bytes < 1 or self.num_threads < 1:
             raise ValueError("max_bytes and num_threads must be positive")
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run the learner until its shell is gone."""
-        begin_phases("learner", "importing the trainer")
-        from outrider.drafter_service.learning.rank_main import run_learner_rank
-
-        run_learner_rank(self, rank)

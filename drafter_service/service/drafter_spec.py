@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outrider.drafter_service.service.speculative_config import (
     MODEL_FREE,
@@ -19,14 +20,14 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.ranks import RankSpec
-from outrider.verifier_service.start_phases import begin_phases
+from outrider.verifier_service.model.ranks import MainFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
     """The spec of a drafter's ranks."""
 
+    main: ClassVar = MainFunction("outrider.drafter_service.service.rank_main:run_drafter_rank", "drafter")
     model: ModelConfig | None  # the draft model or head, if the method has one
     target: ModelConfig  # drafts are in its vocabulary
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
@@ -66,27 +67,14 @@ class DrafterSpec:
         """The number of the target's layers, read from its files."""
         return int(read_description(resolve_description(self.target), self.target).num_hidden_layers)
 
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run one rank of this drafter until its shell, or rank 0, is gone."""
-        begin_phases("drafter", "importing the engine")
-        from outrider.drafter_service.service.rank_main import run_drafter_rank
-
-        run_drafter_rank(self, rank)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocatedSpec:
     """A verifier and the drafter in its process."""
 
+    main: ClassVar = MainFunction("outrider.drafter_service.service.colocated:run_colocated_rank", "verifier")
     verifier: VerifierSpec
     drafter: DrafterSpec
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run one rank of the verifier, on rank 0 with the drafter."""
-        begin_phases("verifier", "importing the engine")
-        from outrider.drafter_service.service.colocated import run_colocated_rank
-
-        run_colocated_rank(self, rank)
 
 
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:

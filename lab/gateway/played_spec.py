@@ -6,9 +6,10 @@ In a module of its own, so that reading it imports no model code.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.model.ranks import RankSpec
+from outrider.verifier_service.model.ranks import MainFunction
 
 MAX_MODEL_LEN = 1 << 17  # as agents' histories need
 
@@ -57,6 +58,7 @@ class Asked:
 class PlayedSpec:
     """What a played rank is told. Raises `ValueError` naming the field that is out of range."""
 
+    main: ClassVar = MainFunction("outrider.lab.gateway.played_engine:run_played_rank")
     verifier: VerifierSpec
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -74,9 +76,3 @@ class PlayedSpec:
             raise ValueError(f"says: token ids must be in [0, {self.vocab_size})")
         if not isinstance(self.says, OnTime) and not self.eos_token_ids:
             raise ValueError("eos_token_ids: a script ends with one")
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Play until the shell goes away."""
-        from outrider.lab.gateway.played_engine import run_played_rank
-
-        run_played_rank(self, rank)

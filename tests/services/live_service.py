@@ -18,10 +18,9 @@ from ray import serve
 from outrider.cluster.common.reports import ROUTER_ERRORS
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.replicas.app import build
-from outrider.cluster.replicas.rank_actors import RankMain
 from outrider.cluster.replicas.serving import deploy, fetch_models, own_ray_options, start_ray
 from outrider.cluster.router.fleet import DrafterReport, DrafterState, VerifierState
-from outrider.verifier_service.model.ranks import free_ports
+from outrider.verifier_service.model.ranks import RankMain, free_ports
 
 NUM_CPUS = 64  # Ray counts them to place ranks; here ranks share cores
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.ranks import RankSpec
-from outrider.verifier_service.start_phases import begin_phases
+from outrider.verifier_service.model.ranks import MainFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierSpec:
     """Configuration of all ranks of a verifier."""
 
+    main: ClassVar = MainFunction("outrider.verifier_service.engine.factory:run_verifier_rank", "verifier")
     model: ModelConfig
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -34,10 +35,3 @@ class VerifierSpec:
     def has_trees(self) -> bool:
         """Whether steps may have trees."""
         return self.max_tree_nodes > 0 or self.has_masks
-
-    def run_rank(self, rank: RankSpec) -> None:
-        """Run as one rank of this verifier until its shell, or rank 0, goes away."""
-        begin_phases("verifier", "importing the engine")
-        from outrider.verifier_service.engine.factory import run_verifier_rank
-
-        run_verifier_rank(self, rank)

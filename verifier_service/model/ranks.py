@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import pkgutil
 import random
 import socket
 import time
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from outrider.verifier_service.start_phases import begin_phases
 
 if TYPE_CHECKING:
     from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -49,6 +52,28 @@ class RankSpec:
     @property
     def ranks_address(self) -> str:
         return str(self.folder / "ranks.sock")
+
+
+class MainFunction(NamedTuple):
+    """What runs a spec's ranks, by name: a spec imports no engine."""
+
+    function: str  # "module:function", of spec and rank
+    process: str = ""  # as phases of its start name it; empty: it tells none before its imports
+    first_phase: str = "importing the engine"
+
+
+class RankMain(Protocol):
+    """A spec whose ranks can be run."""
+
+    @property
+    def main(self) -> MainFunction: ...
+
+
+def run_rank(spec: RankMain, rank: RankSpec) -> None:
+    """Run one rank of a spec until its shell, or rank 0, is gone."""
+    if spec.main.process:
+        begin_phases(spec.main.process, spec.main.first_phase)
+    pkgutil.resolve_name(spec.main.function)(spec, rank)
 
 
 class PipeListener:

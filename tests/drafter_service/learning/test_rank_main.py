@@ -38,7 +38,7 @@ from outrider.drafter_service.service.speculative_config import (
     learning_refusal,
 )
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.ranks import PipeListener
+from outrider.verifier_service.model.ranks import PipeListener, run_rank
 from tiny.forking import FORKING
 from tiny.loop_thread import LoopThread
 from tiny.served import sample, samples_for, spec_of, write_first
@@ -64,7 +64,7 @@ class Shell:
     """The shell's end of the pipe to a learner's process."""
 
     def __init__(self, spec):
-        self.ranks = RankProcesses(LearnerSpec.run_rank, spec, 1, first_rank=0, context=FORKING)
+        self.ranks = RankProcesses(run_rank, spec, 1, first_rank=0, context=FORKING)
         with PipeListener(self.ranks.rank(0, 1).shell_address) as listener:
             self.ranks.start()
             self.pipe = listener.accept(self.ranks.are_alive)
@@ -167,7 +167,7 @@ def test_it_ends_with_a_shell_that_was_killed(root, tmp_path):
         from pathlib import Path
         sys.path.insert(0, sys.argv[3])
         from outrider.drafter_service.learning.learner_spec import LearnerSpec
-        from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+        from outrider.verifier_service.model.ranks import PipeListener, RankSpec, run_rank
         from outrider.drafter_service.service.speculative_config import Method
         from tiny.served import spec_of
 
@@ -180,7 +180,7 @@ def test_it_ends_with_a_shell_that_was_killed(root, tmp_path):
                 pid = os.fork()
                 if pid == 0:
                     listener.close()
-                    spec.run_rank(rank)
+                    run_rank(spec, rank)
                     os._exit(0)
                 pipe = listener.accept()
             pipe.recv_bytes()

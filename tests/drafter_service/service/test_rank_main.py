@@ -305,7 +305,7 @@ def test_ranks_leave_what_they_have_loaded_out_of_garbage_collections(tmp_path: 
         from outrider.drafter_service.service.drafter_spec import DrafterSpec
         from outrider.drafter_service.service.speculative_config import SpeculativeConfig
         from outrider.verifier_service.model.config import ModelConfig
-        from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+        from outrider.verifier_service.model.ranks import PipeListener, RankSpec, run_rank
         from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 
         folder = Path(sys.argv[1])
@@ -315,7 +315,7 @@ def test_ranks_leave_what_they_have_loaded_out_of_garbage_collections(tmp_path: 
             (folder / name).mkdir()
             rank = RankSpec(rank=0, size=1, folder=folder / name)
             with PipeListener(rank.shell_address) as listener:
-                threading.Thread(target=spec.run_rank, args=(rank,), daemon=True).start()
+                threading.Thread(target=run_rank, args=(spec, rank), daemon=True).start()
                 pipe = listener.accept()
             pipe.recv_bytes()  # it is ready
             print(gc.get_freeze_count() > 100_000)
