@@ -195,6 +195,7 @@ class PoolsConfig(Options):
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             takes_orders=self.serves_trainers or pool.learner is not None,
+            learns=pool.learner is not None,
             learn_num_top=0 if pool.learner is None else pool.learner.num_top,
         )
 

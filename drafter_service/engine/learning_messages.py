@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.verifier_service.messages.draft import MAX_SAMPLE_TOKENS
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
 
 FIRST_VERSION = "v0"  # what the weights are called that the pool started with
@@ -75,7 +76,7 @@ class SetLearning:
 
     call_id: str
     sample_share: float = 0.0  # of the sessions that may be kept
-    max_sample_tokens: int = 2048  # of a longer text, the first so many
+    max_sample_tokens: int = MAX_SAMPLE_TOKENS  # of a longer text, the first so many
     # a candidate's or predecessor's weights, drafting beside the serving ones; "": those that the pool started with,
     # or, without a version, none
     shadow_folder: str = ""

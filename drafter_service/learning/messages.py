@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.learning_messages import FIRST_VERSION as FIRST_NAME
 from outrider.drafter_service.engine.learning_messages import ServedSample, TrialCounts, VersionCounts
+from outrider.verifier_service.messages.draft import MAX_SAMPLE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Orders:
     shadow: DrafterVersion | None = None
     shadow_share: float = 0.0
     sample_share: float = 0.0
-    max_sample_tokens: int = 2048
+    max_sample_tokens: int = MAX_SAMPLE_TOKENS
 
 
 class Action(enum.StrEnum):

@@ -37,6 +37,7 @@ class DrafterSpec:
     tensor_host: str = ""  # address for channels of hidden states; "": they arrive in frames
     check_integrity: bool = False  # after every step: for tests
     takes_orders: bool = True  # its weights may change; not in a service without a trainer and a learner
+    learns: bool = False  # its pool has a learner
     learn_num_top: int = 0  # as in `DraftNeeds.num_top`, for the pool's learner; 0: none
 
     @property

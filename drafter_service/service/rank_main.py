@@ -83,7 +83,7 @@ def build_draft_engine(
     ahead = paged if paged is not None and paged.runs_ahead else None
     has_weights = bool(speculative.weighted_methods)
     engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost, has_weights=has_weights)
-    engine.needs = replace(engine.needs, num_top=spec.learn_num_top)
+    engine.needs = replace(engine.needs, num_top=spec.learn_num_top, learns=spec.learns)
     if paged is not None and paged.graph_counts is not None:
         engine.counters.graphs = paged.graph_counts
     return engine

@@ -132,7 +132,7 @@ class EngineBench:
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(
                 self.drafts if drafts is None else drafts,
-                CoordinatorConfig(max_tree_nodes=max_tree_nodes, rollouts=rollouts, **limits),
+                CoordinatorConfig(max_tree_nodes=max_tree_nodes, rollouts=rollouts, tells_texts=True, **limits),
                 self.runner.states,
                 pricing,
             ),

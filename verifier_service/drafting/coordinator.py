@@ -22,7 +22,8 @@ from outrider.verifier_service.drafting.filing import Filing
 from outrider.verifier_service.drafting.followed_updates import FollowedUpdates
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
-from outrider.verifier_service.drafting.state_source import StateSource
+from outrider.verifier_service.drafting.served_texts import ServedTexts
+from outrider.verifier_service.drafting.state_source import StateSource, unsent_states
 from outrider.verifier_service.messages.draft import (
     NO_NEEDS,
     Close,
@@ -32,7 +33,6 @@ from outrider.verifier_service.messages.draft import (
     DrafterEvent,
     DraftNeeds,
     Resync,
-    States,
     VerifierMessage,
     check_draft,
 )
@@ -61,6 +61,7 @@ class CoordinatorConfig:
     # engines that cannot hold a single request. None: the request is held
     background_opening_s: float | None = None
     rollouts: bool = False  # responses are filed by prompt, not by `cache_salt`
+    tells_texts: bool = False  # to pools that learn, once a request has ended: the engine has its states until `close`
 
     def __post_init__(self) -> None:
         if not 0 < self.min_deadline_s <= self.max_deadline_s:
@@ -84,6 +85,7 @@ class DraftCoordinator:
         self._config = config
         self.filing, self.updates = Filing(in_rollouts=config.rollouts), FollowedUpdates()
         self._drafters: dict[str, DrafterRecord] = {}
+        self._texts = ServedTexts(self.filing, states, self._drafters, is_on=config.tells_texts)
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
         self._predictions = Predictions()
@@ -106,12 +108,16 @@ class DraftCoordinator:
     def request_ids(self) -> set[str]:
         """The requests with any state here."""
         recorded = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
-        return {*self._sessions, *self._answered} | recorded | self._predictions.request_ids
+        return {*self._sessions, *self._answered} | recorded | self._predictions.request_ids | self._texts.request_ids
 
     def needs_of(self, request: Request) -> DraftNeeds:
         """Return what a request's drafter must be sent besides tokens."""
         session = self._sessions.get(request.request_id)
         return NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
+
+    def num_top_of(self, request: Request, *, is_unasked: bool) -> int:
+        """Return how many of the target's likeliest tokens a pool learns from; `is_unasked`: also without a session."""
+        return self._texts.num_top_of(request, self._sessions.get(request.request_id), is_unasked=is_unasked)
 
     def answered_round(self, request: Request) -> AnsweredRound | None:
         """Return the request's last round with a valid draft, or None."""
@@ -133,6 +139,7 @@ class DraftCoordinator:
         for event in self._client.poll():
             self._on_event(event, requests, now_s)
         self._send(self.filing.take_seeds(self._drafters))
+        self._texts.tick(now_s)
         self._expire_rounds(requests, now_s)
 
     def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:
@@ -343,11 +350,13 @@ class DraftCoordinator:
             session.round = None
 
     def close(self, request: Request) -> None:
-        """Forget a finished request and let its drafter free the session."""
+        """Forget a finished request, whose states are still there, and let its drafter free the session."""
         outbox: Outbox = self.filing.ending(request, self._drafters)
+        outbox |= self._texts.ending(request, self._sessions.get(request.request_id))
         self._answered.pop(request.request_id, None)
         self._predictions.forget(request.request_id)
         self._end_session(request.request_id, outbox)
+        self._texts.forget(request.request_id)
         self._send(outbox)
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
@@ -399,6 +408,7 @@ class DraftCoordinator:
     def _end_session(self, request_id: str, outbox: Outbox) -> None:
         session = self._sessions.pop(request_id, None)
         if session is not None:
+            self._texts.note_end(request_id, session)
             self._drafters[session.drafter_id].session_ids.discard(request_id)
             outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
 
@@ -415,7 +425,7 @@ class DraftCoordinator:
         if session.num_sent_tokens == 0:
             messages.append(self.filing.opening(request))
             session.num_sent_tokens, request.target_rows = request.num_tokens, []
-        messages.extend(self._take_states(request, session))
+        messages.extend(unsent_states(self._states, self._drafters[session.drafter_id].needs, request, session))
         self._num_rounds += 1
         # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
         is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
@@ -438,13 +448,3 @@ class DraftCoordinator:
             self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s
         )
         return messages
-
-    def _take_states(self, request: Request, session: DraftSession) -> Iterable[States]:
-        """Return the hidden states that the drafter needs and lacks; the last token has none yet."""
-        needs = self._drafters[session.drafter_id].needs
-        if not needs.taps or self._states is None:
-            return ()
-        stop = request.num_computed_tokens
-        start = max(0, stop - 1) if needs.last_state_only else session.num_sent_states
-        session.num_sent_states = stop
-        return self._states.messages(request, start, stop)

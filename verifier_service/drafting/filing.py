@@ -24,12 +24,12 @@ class Filing:
         self._seeds: list[Seed] = []  # at once they would miss a drafter whose coming up was not read yet
         self.weight_version = ""  # of the target's weights, which the engine changes
 
-    def opening(self, request: Request) -> Open:
-        """Return the message that opens a request's session."""
+    def opening(self, request: Request, num_tokens: int | None = None) -> Open:
+        """Return the message that opens a request's session with its first tokens; None: with all."""
         return Open(
             request_id=request.request_id,
             sampling=request.sampling.of_draft,
-            token_ids=tuple(request.token_ids),
+            token_ids=tuple(request.token_ids[:num_tokens]),
             cache_salt=request.cache_salt,
             history=self._history(request) if self._in_rollouts or _stands_alone(request) else None,
             may_learn=request.may_learn,

@@ -337,8 +337,11 @@ class VerifierEngine:
             self.mask_rows.note(outcomes, step.logits)
 
     def _num_top(self, request: Request) -> int:
-        """Return how many of the target's likeliest tokens the request's drafter learns from, at each token."""
-        return self.drafting.needs_of(request).num_top if request.may_learn else 0
+        """Return how many of the target's likeliest tokens are read for a request's pool to learn from.
+
+        They cost the pipelining of steps: where that is possible, those alone whose drafters are asked have them.
+        """
+        return self.drafting.num_top_of(request, is_unasked=not self.runs_async)
 
     def _price(self, step: LaunchedStep, outcomes: Sequence[Outcome], step_s: float) -> None:
         """Tell pricing what the step accepted and how long it took."""
@@ -387,8 +390,8 @@ class VerifierEngine:
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)
         self.mask_rows.forget(request.request_id)
+        self.drafting.close(request)  # before its slots are free: drafters may be told states
         self.scheduler.remove(request.request_id)
-        self.drafting.close(request)
         self.pricing.forget(request.request_id)
         if not self._requests:
             self._verified_s = None

@@ -76,6 +76,7 @@ def build_engine(
         max_deadline_s=spec.max_draft_deadline_s,
         max_tree_nodes=spec.max_tree_nodes,
         rollouts=spec.rollouts,
+        tells_texts=True,
     )
     pricing = DraftPricing()
     grammars: GrammarCompiler | None = None

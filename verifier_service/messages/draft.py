@@ -65,10 +65,12 @@ class DraftNeeds:
     is_found: bool = False  # a look-up in the verifier's process: it finds chains at once, without computing
     history: bool = False  # the responses of rollouts, once they have ended: see `History`
     num_top: int = 0  # `Commit.target_rows` with so many of the target's likeliest tokens; 0: none
+    learns: bool = False  # its pool has a learner: the texts of requests that may be learnt from, also without asks
 
 
 NO_NEEDS = DraftNeeds()
 FINAL_TAP = -1
+MAX_SAMPLE_TOKENS = 2048  # of a request that is learnt from; of a longer text, the first so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
