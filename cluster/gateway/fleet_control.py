@@ -117,6 +117,7 @@ class FleetControl:
         self._trainers = trainers or TrainerLimits()
         self._changing: tuple[tuple[object, ...], asyncio.Future[FleetResult]] | None = None
         self._wall_clock, self._asked_s = wall_clock, 0.0
+        self._number: str | None = None  # of an update in buckets that names no version and is half here
 
     @classmethod
     def over_links(
@@ -180,7 +181,7 @@ class FleetControl:
         named = _checked_version(weight_version)
 
         async def update() -> FleetResult:
-            version = named or await self._next_version()
+            version, self._number = named or await self._next_version(), None
             return _alike(
                 await self._on_all(
                     lambda call_id, _: UpdateWeights(call_id=call_id, folder=folder, weight_version=version)
@@ -229,6 +230,7 @@ class FleetControl:
 
     async def leave_group(self, group_name: str) -> FleetResult:
         """Leave a trainer's group. What is joined or received at the moment is broken off."""
+        self._number = None
         return await self._on_all(lambda call_id, _: DestroyWeightsGroup(call_id=call_id, group_name=group_name))
 
     async def update_from_group(
@@ -246,7 +248,7 @@ class FleetControl:
         tensors = tuple(names), tuple(dtypes), tuple(tuple(shape) for shape in shapes)
 
         async def update() -> FleetResult:
-            version = named or await self._next_version()
+            version, self._number = named or self._number or await self._next_version(), None
             updates = self._on_all(
                 lambda call_id, _: UpdateWeights(
                     call_id=call_id,
@@ -258,7 +260,10 @@ class FleetControl:
                     weight_version=version,
                 )
             )
-            return _alike(await updates)
+            result = _alike(await updates)
+            if not named and result.num_missing_tensors:
+                self._number = version  # also of the next bucket
+            return result
 
         return await self._change(("bucket", tensors, group_name, is_flattened, named), update)
 

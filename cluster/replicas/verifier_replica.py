@@ -21,7 +21,7 @@ from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.links.handover_calls import HandoverCalls
+from outrider.verifier_service.links.handover_calls import HandoverCalls, NoHandoverCalls
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import (
@@ -32,7 +32,6 @@ from outrider.verifier_service.messages.engine import (
     EngineReady,
     EngineUpdate,
 )
-from outrider.verifier_service.messages.handover import HandOver
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.model.ranks import RankMain
@@ -71,13 +70,10 @@ class VerifierReplica(ReplicaBase):
         self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
         self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._is_known = self._is_closed = False
-        # vLLM's KV stays where it is
-        self._handovers = (
-            HandoverCalls(self._host.send, config.links.credentials, self._id)
-            if config.verifiers.engine == OUTRIDER
-            else None
-        )
-        self._has_taker = False  # by the router's last directive
+        self._handovers = NoHandoverCalls()  # vLLM's KV stays where it is
+        if config.verifiers.engine == OUTRIDER:
+            self._handovers = HandoverCalls(self._host.send, config.links.credentials, self._id)
+        self._can_migrate = False  # by the router's last directive
         self._table = RequestTable(self._send, max_running=config.max_num_seqs)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
         self._missed = MissedWeights(self._control, lambda: self._load)
@@ -85,8 +81,7 @@ class VerifierReplica(ReplicaBase):
         main = verifier_main(config, internal_address(config.links)) if main is None else main
         self._drafters = await self._start_engine(config, main)
         self._host.on_close(self._drafters.close)
-        if self._handovers is not None:
-            self._host.on_close(self._handovers.close)
+        self._host.on_close(self._handovers.close)
         self._endpoint = await self._host.serve(
             internal_address(config.links),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(
@@ -138,8 +133,7 @@ class VerifierReplica(ReplicaBase):
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
         self._control.deliver(update.results)
-        if self._handovers is not None:
-            self._handovers.deliver(update)
+        self._handovers.deliver(update)
         if update.relays:  # only once there are links
             self._drafters.send(update.relays)
         if update.load is not None:
@@ -150,14 +144,13 @@ class VerifierReplica(ReplicaBase):
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
         self._control.fail(reason)
-        if self._handovers is not None:
-            self._handovers.fail(reason)
+        self._handovers.fail(reason)
 
     async def _follow(self, directive: Directive) -> None:
         self._is_known = True
         self._default_plan = directive.default_plan
-        self._has_taker = directive.has_taker
-        if directive.moves_one:
+        self._can_migrate = directive.can_migrate
+        if directive.migrate_one:
             self._hand_over(max_held=1)
         self._missed.follow(directive.weights)
         self._missed_pause.follow(directive.pause)
@@ -219,5 +212,5 @@ class VerifierReplica(ReplicaBase):
 
     def _hand_over(self, max_held: int | None = None) -> None:
         """Hold requests that decode, if another verifier could take them: alone, they would wait for nobody."""
-        if self._handovers is not None and self._has_taker:
-            self._host.send(HandOver(max_held=max_held))
+        if self._can_migrate:
+            self._handovers.hold(max_held)

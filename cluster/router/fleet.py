@@ -182,8 +182,8 @@ class Directive:
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
     weights: FleetWeights | None = None  # to take from their folder: the verifier started after they came
     pause: FleetPause | None = None  # an order that it has missed
-    has_taker: bool = False  # another verifier could take its requests over
-    moves_one: bool = False  # requests wait there, and another verifier has room: hand a running one over
+    can_migrate: bool = False  # another verifier could take its requests over
+    migrate_one: bool = False  # requests wait there, and another verifier has room: hand a running one over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

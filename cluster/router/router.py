@@ -19,7 +19,6 @@ from outrider.cluster.router.fleet import (
     DrafterState,
     FleetPause,
     FleetSnapshot,
-    FleetWeights,
     RouterPolicy,
     VerifierReport,
     VerifierState,
@@ -27,7 +26,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.news import Changes, Cursor, FleetNews, NewsAsk, Tally
 from outrider.cluster.router.planning import VerifierMemory, plan_speculation
-from outrider.cluster.router.routing import is_crowded
+from outrider.cluster.router.routing import is_crowded, missed_weights, takers_of
 from outrider.drafter_service.learning.messages import LearnerStatus
 
 LOOK_INTERVAL_S = 0.1  # between two looks for silent replicas, which are at all of them, while others report
@@ -60,7 +59,7 @@ class RouterCore:
         memory = self._memory_for(report)
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
         decision = plan_speculation(report, drafters, memory, self._policy, now_s)
-        takers = self._takers(report)
+        takers = takers_of(report, [known.state for known in self._verifiers.values()])
         crowded_since_s = self._crowded_since_s(report, takers, now_s)
         load = replace(report.load, requests=())  # no route depends on them: snapshots stay small
         state = VerifierState(
@@ -79,17 +78,11 @@ class RouterCore:
             plans=decision.changed_plans,
             default_plan=decision.default_plan,
             drafters=links,
-            weights=self._missed_weights(report),
+            weights=missed_weights([known.state.report for known in self._verifiers.values()], report),
             pause=self._missed_pause(report, now_s),
-            has_taker=bool(takers),
-            moves_one=crowded_since_s is not None and now_s - crowded_since_s >= self._policy.move_after_s,
+            can_migrate=bool(takers),
+            migrate_one=crowded_since_s is not None and now_s - crowded_since_s >= self._policy.move_after_s,
         )
-
-    def _missed_weights(self, report: VerifierReport) -> FleetWeights | None:
-        """Return the fleet's weights if the verifier has none but those it started with, and can read them."""
-        weights = FleetWeights.of(known.state.report for known in self._verifiers.values())
-        is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
-        return weights if is_behind else None
 
     def _missed_pause(self, report: VerifierReport, now_s: float) -> FleetPause | None:
         """Return the fleet's last order to pause or to go on if the verifier does otherwise.
@@ -105,12 +98,6 @@ class RouterCore:
 
     def _pause_at(self, now_s: float) -> FleetPause | None:
         return None if self._pause is None else self._pause.after(now_s - self._pause_told_s)
-
-    def _takers(self, report: VerifierReport) -> list[VerifierState]:
-        """Return the other verifiers that take requests, and have the weights that a verifier's KV is of."""
-        weights = FleetWeights.of([report])
-        others = (known.state for id_, known in self._verifiers.items() if id_ != report.verifier_id)
-        return [other for other in others if not other.report.draining and other.report.serves(weights)]
 
     def _crowded_since_s(self, report: VerifierReport, takers: list[VerifierState], now_s: float) -> float | None:
         """Return since when others should take running requests of a verifier, by every report; None: not now."""

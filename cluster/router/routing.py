@@ -81,6 +81,20 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
     )
 
 
+def missed_weights(reports: Sequence[VerifierReport], report: VerifierReport) -> FleetWeights | None:
+    """Return the fleet's weights if a verifier has none but those it started with, and can read them."""
+    weights = FleetWeights.of(reports)
+    is_behind = weights is not None and weights.folder is not None and report.load.weights_taken_s == 0.0
+    return weights if is_behind else None
+
+
+def takers_of(report: VerifierReport, verifiers: Sequence[VerifierState]) -> list[VerifierState]:
+    """Return the other verifiers that take requests, and have the weights that a verifier's KV is of."""
+    weights = FleetWeights.of([report])
+    others = (state for state in verifiers if state.report.verifier_id != report.verifier_id)
+    return [other for other in others if not other.report.draining and other.report.serves(weights)]
+
+
 def is_crowded(report: VerifierReport, takers: Sequence[VerifierState]) -> bool:
     """Return whether requests wait at a verifier, and one of the others could take a running one and start it at once.
 

@@ -23,7 +23,7 @@ from outrider.verifier_service.engine.step_rows import count_experts, note_predi
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.handover.giver import HOLD_S
-from outrider.verifier_service.handover.handovers import Handovers
+from outrider.verifier_service.handover.handovers import NoHandovers
 from outrider.verifier_service.messages.handover import ArrivedKV
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -108,7 +108,7 @@ class VerifierEngine:
         self.weights_folder: str | None = None  # see `EngineLoad`
         self.weights_digest, self.weights_taken_s = "", 0.0
         self._num_updates = 0
-        self.handovers: Handovers | None = None  # None: no request may come from or go to another verifier with its KV
+        self.handovers = NoHandovers()  # how requests come from and go to other verifiers with their KV
 
     def add(self, message: GenerationRequest, arrived: ArrivedKV | None = None) -> RequestOutput | None:
         """Queue a request, perhaps with KV of another verifier; return its error if it can never run."""
@@ -177,8 +177,7 @@ class VerifierEngine:
         self.drafting.updates.take_version(self.weight_version)
         for request in self._requests.values():
             request.predicted_ids = ()  # the older weights' guesses
-            if self.handovers is not None:
-                self.handovers.taker.release(request)  # the older weights' KV
+            self.handovers.release(request)  # the older weights' KV
         self.weights_error = None
         self.weights_folder, self.weights_digest, self.weights_taken_s = folder, digest, self._wall_clock()
 
@@ -260,9 +259,8 @@ class VerifierEngine:
         placed = self.scheduler.take_arrived()
         if not placed:
             return schedule
-        assert self.handovers is not None, "KV came, and nobody took it"
         for request, start in placed:
-            self.handovers.taker.write(request, start)
+            self.handovers.write(request, start)
             self.scheduler.publish_arrived(request, start)
         self.drafting.ask((request for request, _ in placed if request.num_output_tokens), now_s)
         return schedule or self.scheduler.schedule(now_s)
@@ -271,9 +269,9 @@ class VerifierEngine:
         """Let decoding requests stand still, for other verifiers to take; return an output that says so of each.
 
         At most `max_held` stand still at a time (None: all), the least senior ones first: a preemption would take them
-        first. No step may be in flight. Without `handovers`, nothing happens.
+        first. No step may be in flight. Where nothing can be given, nothing happens.
         """
-        if self.handovers is None:
+        if not self.handovers.can_give:
             return []
         running = self.scheduler.running[::-1]
         decoding = [request for request in running if request.is_decoding and request.num_output_tokens]
@@ -385,8 +383,7 @@ class VerifierEngine:
             self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
 
     def _forget(self, request: Request) -> None:
-        if self.handovers is not None:
-            self.handovers.taker.release(request)
+        self.handovers.release(request)
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)
         self.mask_rows.forget(request.request_id)

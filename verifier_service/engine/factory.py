@@ -115,8 +115,8 @@ def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -
         store=store,
         transport=spec.tensor_transport,
     )
-    engine.handovers = Handovers(giver, taker)
-    return engine.handovers
+    engine.handovers = handovers = Handovers(giver, taker)
+    return handovers
 
 
 def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:

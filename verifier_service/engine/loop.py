@@ -10,21 +10,25 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 from outrider.verifier_service.engine.control import ChangeDraft, EngineControl, Weights
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
-from outrider.verifier_service.handover.handovers import Handovers
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
+    AskState,
     BadRequest,
     Cancel,
+    ContinueGeneration,
+    Control,
+    DestroyWeightsGroup,
     EndTake,
     EngineLoad,
     EngineUpdate,
+    FlushCache,
     HandOver,
+    InitWeightsGroup,
     PartsRead,
     PauseGeneration,
     PauseMode,
@@ -37,6 +41,8 @@ from outrider.verifier_service.messages.engine import (
     TakeKV,
     TakenFrame,
     ToEngine,
+    UpdateDraftWeights,
+    UpdateWeights,
     read_frame,
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -129,7 +135,7 @@ class EngineLoop:
         idle_s = self._engine.idle_s()
         is_polling = self._compiling or self._control.is_changing
         longest_s = POLLING_INTERVAL_S if is_polling else LOAD_INTERVAL_S
-        if self._engine.handovers is not None and self._engine.handovers.is_busy:
+        if self._engine.handovers.is_busy:
             longest_s = HANDOVER_INTERVAL_S
         return longest_s if idle_s is None else min(idle_s, longest_s)
 
@@ -149,25 +155,23 @@ class EngineLoop:
 
     def _hand_over(self) -> bool:
         """Send KV to takers; queue the requests whose KV has come, and return whether there are any."""
-        if self._engine.handovers is None:
-            return False
         given, taken, failed = self._engine.handovers.pump()
         for frame in given:  # each by itself: it may be as large as a message may be
             self._send(EngineUpdate(given=(frame,)))
         self._unpublished += failed
         for message, kv in taken:
             if (refusal := self._engine.add(message, kv)) is not None:
-                self._engine.handovers.taker.drop(message.request_id)
+                self._engine.handovers.drop(message.request_id)
                 self._failures.append(refusal)
         return bool(taken)
 
     def _add(self, message: GenerationRequest) -> None:
-        if message.kv_source is not None and self._engine.handovers is not None:
-            self._engine.handovers.taker.begin(message)
-        elif message.kv_source is not None:
-            reason = "this engine takes no KV of others"
-            self._failures.append(RequestOutput.not_taken(message.request_id, reason))
-        elif not self._control.hold(message) and (refusal := self._engine.add(message)) is not None:
+        refusal: RequestOutput | None = None
+        if message.kv_source is not None:
+            refusal = self._engine.handovers.begin(message)
+        elif not self._control.hold(message):
+            refusal = self._engine.add(message)
+        if refusal is not None:
             self._failures.append(refusal)
 
     def _dispatch(self, message: ToEngine | BadRequest) -> None:
@@ -183,26 +187,31 @@ class EngineLoop:
                 if self._compiling is not None:
                     self._compiling.drop(request_id)
                 self._control.drop(request_id)
-                if self._engine.handovers is not None:
-                    self._engine.handovers.taker.drop(request_id)
+                self._engine.handovers.drop(request_id)
                 self._engine.cancel(request_id)
             case SetPlans(plans=plans):
                 self._engine.set_plans(plans)
             case Relay() | PeerState() | PeerWeights():
                 self._drafts.feed(message)
             case TakeKV() | EndTake() | PartsRead() | TakenFrame():
-                if self._engine.handovers is not None:
-                    self._engine.handovers.handle(message)
+                self._engine.handovers.handle(message)
             case HandOver(max_held=max_held):
                 self._unpublished += self._engine.drain()
                 self._unpublished += self._engine.hold(max_held)
-            case _:
-                self._unpublished += self._engine.drain()
-                self._publish()  # a change of weights takes long
-                is_abort = isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT
-                if is_abort and self._control.takes_orders:
-                    self._abort_compiling()
-                self._unpublished += self._control.handle(message)
+            case PauseGeneration(mode=PauseMode.ABORT):
+                self._order(message, is_abort=True)
+            case PauseGeneration() | ContinueGeneration() | AskState() | FlushCache() | UpdateWeights():
+                self._order(message)
+            case InitWeightsGroup() | DestroyWeightsGroup() | UpdateDraftWeights():
+                self._order(message)
+
+    def _order(self, message: Control, *, is_abort: bool = False) -> None:
+        """Do what a trainer asks, with no step in flight."""
+        self._unpublished += self._engine.drain()
+        self._publish()  # a change of weights takes long
+        if is_abort and self._control.takes_orders:
+            self._abort_compiling()
+        self._unpublished += self._control.handle(message)
 
     def _finish_change(self) -> None:
         """Finish a change of the weights that is ready, with no step in flight."""
@@ -235,7 +244,7 @@ class EngineLoop:
             relays=self._drafts.take_outbox(),
             load=self._take_due_load(),
             results=self._control.take_results(),
-            pulls=() if self._engine.handovers is None else self._engine.handovers.taker.take_calls(),
+            pulls=self._engine.handovers.take_calls(),
         )
         if update != EngineUpdate():
             self._send(update)
@@ -259,8 +268,8 @@ class EngineLoop:
             self._engine.stats, now_s, num_asks=drafting.num_asks, num_asked_tokens=drafting.num_asked_tokens
         )
         load = engine_load(self._engine, self._rates, now_s, self._drafts)
-        num_coming = 0 if self._engine.handovers is None else len(self._engine.handovers.taker)
-        return replace(load, num_waiting=load.num_waiting + self._control.num_held + num_coming)
+        num_coming = self._control.num_held + self._engine.handovers.num_coming
+        return replace(load, num_waiting=load.num_waiting + num_coming)
 
 
 def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
@@ -278,19 +287,6 @@ def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Ite
     yield from update_frames(first, max_bytes)
     rest = replace(update, outputs=outputs[num_outputs:], relays=relays[num_relays:])
     yield from update_frames(rest, max_bytes)
-
-
-def handover_counters(handovers: Handovers | None) -> dict[str, Any]:
-    """Return the counters of requests that came from or went to other verifiers."""
-    if handovers is None:
-        return {}
-    giver = handovers.giver
-    return {
-        "num_given": giver.num_given,
-        "num_given_bytes": giver.num_bytes,
-        "refused_takes": dict(giver.refusals),
-        "num_taken": handovers.taker.num_taken,
-    }
 
 
 def engine_load(
@@ -316,7 +312,7 @@ def engine_load(
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            **handover_counters(engine.handovers),
+            **engine.handovers.counters(),
         ),
         requests=(
             *(RequestLoad.of(request, is_running=True) for request in running),

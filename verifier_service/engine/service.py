@@ -18,7 +18,7 @@ import msgspec
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.links.control_table import ControlTable, serve_control
-from outrider.verifier_service.links.handover_calls import HandoverCalls
+from outrider.verifier_service.links.handover_calls import NO_HANDOVERS, NoHandoverCalls
 from outrider.verifier_service.links.outbox import Outbox
 from outrider.verifier_service.messages.engine import Cancel, EngineLoad, Published
 from outrider.verifier_service.messages.link import payloads_of, peek_type
@@ -153,10 +153,10 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
         self,
         table: RequestTable,
         control: ControlTable,
-        handovers: HandoverCalls | None = None,
+        handovers: NoHandoverCalls = NO_HANDOVERS,
         rules: ControlRules = NO_ORDERS,
     ) -> None:
-        """Without `handovers`, no KV is given: other verifiers' calls are not implemented. `rules`: of `Control`."""
+        """By default no KV is given: other verifiers' calls are not implemented. `rules`: of `Control`."""
         self._table, self._control, self._handovers, self._rules = table, control, handovers, rules
 
     async def Control(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> link_pb2.Frame:
@@ -188,14 +188,13 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
             stream.close()
 
     async def TakeKV(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
-        if self._handovers is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine gives no KV to others")
-        else:
-            try:
-                async with contextlib.aclosing(self._handovers.give(frame.payload)) as payloads:
-                    async for payload in payloads:
-                        yield link_pb2.Frame(payload=payload)
-            except ValueError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except ConnectionError as error:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            async with contextlib.aclosing(self._handovers.give(frame.payload)) as payloads:
+                async for payload in payloads:
+                    yield link_pb2.Frame(payload=payload)
+        except NotImplementedError as error:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ConnectionError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

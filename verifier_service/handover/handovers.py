@@ -1,13 +1,20 @@
-"""An engine's handovers, in both directions, as its loop sees them."""
+"""An engine's handovers, in both directions, as the engine and its loop see them; or none."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.verifier_service.handover.giver import Giver
 from outrider.verifier_service.handover.taker import Taken, Taker
-from outrider.verifier_service.messages.handover import EndTake, GivenFrame, PartsRead, TakeKV, TakenFrame
-from outrider.verifier_service.messages.request import RequestOutput
+from outrider.verifier_service.messages.handover import (
+    EndTake,
+    GivenFrame,
+    PartsRead,
+    PullKV,
+    TakeKV,
+    TakenFrame,
+)
+from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
 
 
 class Pumped(NamedTuple):
@@ -18,16 +25,84 @@ class Pumped(NamedTuple):
     failed: list[RequestOutput]
 
 
-class Handovers:
+class NoHandovers:
+    """Handovers of an engine whose KV stays where it is: nothing is given, and what comes with KV is refused."""
+
+    can_give = False
+    @property
+    def is_busy(self) -> bool:
+        """Whether `pump` should be called again soon: a message will not wake the engine."""
+        return False
+
+    @property
+    def num_coming(self) -> int:
+        """How many requests' KV is on its way."""
+        return 0
+
+    def begin(self, message: GenerationRequest) -> RequestOutput | None:
+        """Ask for a request's KV where it is; return the only output of one that cannot be taken."""
+        return RequestOutput.not_taken(message.request_id, "this engine takes no KV of others")
+
+    def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None:
+        """Take a message of another verifier, or of one's own shell about it."""
+
+    def pump(self) -> Pumped:
+        """Send what was computed for takers, and return what has come."""
+        return Pumped([], [], [])
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that was cancelled, if it is on its way or waits for blocks."""
+
+    def write(self, request: Request, start: int) -> None:
+        """Write the KV that a request has brought to its blocks, from a position on."""
+        raise AssertionError(f"KV of {request.request_id} came, and nobody took it")
+
+    def release(self, request: Request) -> None:
+        """Drop the KV that a request has brought, if it is still on the host."""
+
+    def take_calls(self) -> tuple[PullKV, ...]:
+        """Return and clear what the shell is to call, or to hang up."""
+        return ()
+
+    def counters(self) -> dict[str, Any]:
+        """Return the counters of requests that came from or went to other verifiers."""
+        return {}
+
+    def close(self) -> None:
+        """Close all channels."""
+
+
+class Handovers(NoHandovers):
     """The giver and the taker of one engine. Call everything between two steps."""
+
+    can_give = True
 
     def __init__(self, giver: Giver, taker: Taker) -> None:
         self.giver, self.taker = giver, taker
 
     @property
     def is_busy(self) -> bool:
-        """Whether `pump` should be called again soon: a message will not wake the engine."""
         return self.giver.is_behind or self.taker.awaits_tensors
+
+    @property
+    def num_coming(self) -> int:
+        return len(self.taker)
+
+    def begin(self, message: GenerationRequest) -> RequestOutput | None:
+        self.taker.begin(message)
+        return None
+
+    def drop(self, request_id: str) -> None:
+        self.taker.drop(request_id)
+
+    def write(self, request: Request, start: int) -> None:
+        self.taker.write(request, start)
+
+    def release(self, request: Request) -> None:
+        self.taker.release(request)
+
+    def take_calls(self) -> tuple[PullKV, ...]:
+        return self.taker.take_calls()
 
     def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None:
         match message:
@@ -41,10 +116,17 @@ class Handovers:
                 self.taker.feed(message)
 
     def pump(self) -> Pumped:
-        """Send what was computed for takers, and return what has come."""
         return Pumped(self.giver.pump(), *self.taker.pump())
 
+    def counters(self) -> dict[str, Any]:
+        giver = self.giver
+        return {
+            "num_given": giver.num_given,
+            "num_given_bytes": giver.num_bytes,
+            "refused_takes": dict(giver.refusals),
+            "num_taken": self.taker.num_taken,
+        }
+
     def close(self) -> None:
-        """Close all channels."""
         self.giver.close()
         self.taker.close()

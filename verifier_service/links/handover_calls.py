@@ -16,6 +16,7 @@ from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.handover import (
     EndTake,
     GivenFrame,
+    HandOver,
     KVSource,
     KVTerms,
     PartsRead,
@@ -27,7 +28,34 @@ from outrider.verifier_service.messages.wire import decode, encode
 logger = logging.getLogger(__name__)
 
 
-class HandoverCalls:
+class NoHandoverCalls:
+    """Calls of a verifier whose KV stays where it is."""
+
+    def give(self, payload: bytes) -> AsyncGenerator[bytes]:
+        """Yield the engine's frames for one taker; closing the generator tells the engine that the taker has hung up.
+
+        Raises `NotImplementedError` where no KV is given, `WireError` for what is no `TakeKV`, `ConnectionError` when
+        there is no engine.
+        """
+        raise NotImplementedError("this engine gives no KV to others")
+
+    def hold(self, max_held: int | None = None) -> None:
+        """Have running requests stand still for other verifiers to take; raises `ConnectionError` without an engine."""
+
+    def deliver(self, update: EngineUpdate) -> None:
+        """Pass on what the engine gives, and call or hang up as it asks."""
+
+    def fail(self, reason: str) -> None:
+        """End all calls: the engine is gone."""
+
+    async def close(self) -> None:
+        """End all calls."""
+
+
+NO_HANDOVERS = NoHandoverCalls()
+
+
+class HandoverCalls(NoHandoverCalls):
     """All calls of one verifier, to be used on its event loop."""
 
     def __init__(
@@ -40,10 +68,6 @@ class HandoverCalls:
         self._pulls: dict[str, asyncio.Task[None]] = {}  # own calls, by request
 
     async def give(self, payload: bytes) -> AsyncGenerator[bytes]:
-        """Yield the engine's frames for one taker; closing the generator tells the engine that the taker has hung up.
-
-        Raises `WireError` for what is no `TakeKV`, `ConnectionError` when there is no engine.
-        """
         asked: TakeKV = decode(payload, (TakeKV,))
         take_id = f"{next(self._serial)}"  # the taker's own would not be unique
         queue = self._open[take_id] = asyncio.Queue()
@@ -62,8 +86,10 @@ class HandoverCalls:
             del self._open[take_id]
             self._tell(EndTake(take_id=take_id))
 
+    def hold(self, max_held: int | None = None) -> None:
+        self._send(HandOver(max_held=max_held))
+
     def deliver(self, update: EngineUpdate) -> None:
-        """Pass on what the engine gives, and call or hang up as it asks."""
         for frame in update.given:
             if (queue := self._open.get(frame.take_id)) is not None:
                 queue.put_nowait(frame)
@@ -75,7 +101,6 @@ class HandoverCalls:
                 task.cancel()
 
     def fail(self, reason: str) -> None:
-        """End all calls: the engine is gone."""
         for queue in self._open.values():
             queue.put_nowait(ConnectionError(reason))
         for task in self._pulls.values():

@@ -284,3 +284,30 @@ async def test_verifiers_connect_to_hosts_that_the_operator_names_and_wait_as_lo
     await fleet.control.join_group(**{**GROUP, "master_address": "trainer.example"}, rank_offset=1, world_size=2)
     (message,) = fleet.sent(InitWeightsGroup)
     assert (message.master_address, message.timeout_s) == ("trainer.example", 7.0)
+
+
+async def test_the_buckets_of_one_update_without_a_name_have_one_number_which_is_asked_for_once():
+    fleet = Fleet(verifier_report("a"), verifier_report("b"))
+    bucket = {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
+    half = ControlResult(call_id="", weight_version="4", num_missing_tensors=1)
+    fleet.answers = {"a:1": half, "b:1": half}
+    for _ in range(3):
+        await fleet.control.update_from_group(**bucket)
+    whole = ControlResult(call_id="", weight_version="5")
+    fleet.answers = {"a:1": whole, "b:1": whole}
+    await fleet.control.update_from_group(**bucket)
+    assert {message.weight_version for message in fleet.sent(UpdateWeights)} == {"5"}
+    assert len(fleet.sent(AskState)) == 2, "each verifier once"
+    await fleet.control.update_from_group(**bucket)
+    assert fleet.sent(UpdateWeights)[-1].weight_version == "6", "the next update has the next"
+
+
+async def test_an_update_that_was_broken_off_leaves_no_number_behind():
+    fleet = Fleet(verifier_report("a"))
+    bucket = {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
+    fleet.answers = {"a:1": ControlResult(call_id="", weight_version="4", num_missing_tensors=1)}
+    await fleet.control.update_from_group(**bucket)
+    await fleet.control.leave_group("g")
+    fleet.answers = {"a:1": ControlResult(call_id="", weight_version="7")}
+    await fleet.control.update_from_group(**bucket)
+    assert fleet.sent(UpdateWeights)[-1].weight_version == "8"

@@ -366,22 +366,22 @@ class TestWeights:
 class TestHandovers:
     def test_a_verifier_is_told_whether_another_one_could_take_its_requests(self):
         core = RouterCore(RouterPolicy())
-        assert not core.report_verifier(verifier_report("a"), 1.0).has_taker, "it is alone"
-        assert core.report_verifier(verifier_report("b"), 1.0).has_taker
-        assert core.report_verifier(verifier_report("a", draining=True), 1.1).has_taker
-        assert not core.report_verifier(verifier_report("b", draining=True), 1.1).has_taker, "the other drains, too"
-        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.2).has_taker
+        assert not core.report_verifier(verifier_report("a"), 1.0).can_migrate, "it is alone"
+        assert core.report_verifier(verifier_report("b"), 1.0).can_migrate
+        assert core.report_verifier(verifier_report("a", draining=True), 1.1).can_migrate
+        assert not core.report_verifier(verifier_report("b", draining=True), 1.1).can_migrate, "the other drains, too"
+        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.2).can_migrate
         core.report_verifier(verifier_report("b", weight_version="2", weights_error="half"), 1.3)
-        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.3).has_taker
+        assert not core.report_verifier(verifier_report("a", weight_version="2"), 1.3).can_migrate
 
     def test_running_requests_leave_a_verifier_where_others_have_waited_for_a_while(self):
         core = RouterCore(RouterPolicy(move_after_s=1.0))
         crowded = verifier_report("a", num_running=4, num_waiting=2)
         core.report_verifier(verifier_report("b", num_running=1), 0.0)
-        answers = {now_s: core.report_verifier(crowded, now_s).moves_one for now_s in (0.0, 0.9, 1.0, 1.3)}
+        answers = {now_s: core.report_verifier(crowded, now_s).migrate_one for now_s in (0.0, 0.9, 1.0, 1.3)}
         assert answers == {0.0: False, 0.9: False, 1.0: True, 1.3: True}
         core.report_verifier(changed(crowded, num_waiting=0), 1.4)
-        assert not core.report_verifier(crowded, 1.5).moves_one, "it counts anew"
+        assert not core.report_verifier(crowded, 1.5).migrate_one, "it counts anew"
 
     @pytest.mark.parametrize(
         ("figures", "other"),
@@ -402,17 +402,17 @@ class TestHandovers:
         core = RouterCore(RouterPolicy(move_after_s=0.0))
         crowded = verifier_report("a", num_running=4, num_waiting=2)
         core.report_verifier(verifier_report("b", num_running=2), 1.0)
-        assert core.report_verifier(crowded, 1.0).moves_one
+        assert core.report_verifier(crowded, 1.0).migrate_one
         core.report_verifier(verifier_report("b", **{"num_running": 2, **other}), 1.1)
-        assert not core.report_verifier(changed(crowded, **figures), 1.1).moves_one
+        assert not core.report_verifier(changed(crowded, **figures), 1.1).migrate_one
 
     def test_a_request_that_has_just_come_to_the_other_counts_there(self):
         core = RouterCore(RouterPolicy(move_after_s=0.0))
         crowded = verifier_report("a", num_running=4, num_waiting=2)
         core.report_verifier(verifier_report("b", num_running=2), 1.0)
-        assert core.report_verifier(crowded, 1.0).moves_one
+        assert core.report_verifier(crowded, 1.0).migrate_one
         core.report_verifier(verifier_report("b", num_running=2, num_pending=1), 1.1)
-        assert not core.report_verifier(crowded, 1.1).moves_one
+        assert not core.report_verifier(crowded, 1.1).migrate_one
 
 
 class TestNews:
