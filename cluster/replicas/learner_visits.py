@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from outrider.cluster.common.reports import NoAnswerError
 from outrider.cluster.gateway.internal_ids import client_id
+from outrider.cluster.replicas.desired_state import Reconciler
 from outrider.drafter_service.engine.learning_messages import (
     MAX_SAMPLE_BYTES,
     ServedSample,
@@ -32,8 +33,6 @@ VISIT_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0  # also how long a new drafter waits for the version to serve
 MAX_VISIT_BYTES = 8 << 20
 MAX_OUTBOX_BYTES = 64 << 20
-FIRST_RETRY_S = 2.0  # after weights were refused; then twice as long each time, for a retry delays drafts
-LAST_RETRY_S = 60.0
 
 ToEngine = SetLearning | TakeTexts | UpdateDraftWeights
 
@@ -73,46 +72,6 @@ class Outbox:
         return sample
 
 
-class ServingWeights:
-    """The version that a drafter's engine serves, changed to what the learner orders."""
-
-    def __init__(
-        self,
-        own_folder: str,
-        control: Callable[[ToEngine], Awaitable[ControlResult]],
-        clock: Callable[[], float],
-    ) -> None:
-        """`own_folder`: of the weights that the drafter started with."""
-        self.version = FIRST_VERSION.name
-        self.error = ""  # why the last order could not be followed
-        self._own_folder, self._control, self._clock = own_folder, control, clock
-        self._is_whole = True  # False: an update broke off, or its end is not known
-        self.refused = ""  # the version that `error` is about
-        self._retry_s = 0.0
-        self._pause_s = FIRST_RETRY_S
-
-    def folder_of(self, version: DrafterVersion) -> str:
-        return version.folder or self._own_folder
-
-    async def serve(self, version: DrafterVersion) -> None:
-        """Have the engine take a version, unless it has it or has just refused it."""
-        is_there = self._is_whole and version.name == self.version
-        is_too_soon = version.name == self.refused and self._clock() < self._retry_s
-        if is_there or is_too_soon:
-            return
-        self._is_whole = False
-        result = await self._control(
-            UpdateDraftWeights(call_id=_new_id(), folder=self.folder_of(version), weight_version=version.name)
-        )
-        if result.error is None:
-            self.version, self.error, self.refused, self._is_whole = version.name, "", "", True
-            return
-        logger.warning("the drafter could not take version %s: %s", version.name, result.error)
-        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S) if version.name == self.refused else FIRST_RETRY_S
-        self.error, self.refused = result.error, version.name
-        self._retry_s = self._clock() + self._pause_s
-
-
 class LearnerVisits:
     """Brings samples and counts to the learner, and has the engine follow its orders."""
 
@@ -129,13 +88,15 @@ class LearnerVisits:
     ) -> None:
         """`visit` and `texts` ask the learner, and raise `NoAnswerError`; None: it has not started.
 
-        `texts` is for drafters that look tokens up.
+        `own_folder`: of the weights that the drafter started with. `texts` is for drafters that look tokens up.
         `control` passes a message to the draft engine and raises `ConnectionError` if that is gone.
         """
         self._drafter_id = drafter_id
         self._visit, self._texts, self._control = visit, texts, control
         self._outbox = outbox or Outbox()
-        self._weights = ServingWeights(own_folder, control, clock)
+        self._own_folder = own_folder
+        self._weights = Reconciler(control, self._update_to, clock, FIRST_VERSION)
+        self._serving = FIRST_VERSION  # the last version that the engine took
         self._learning = SetLearning(call_id="")  # as the engine has it
         self._trial: TrialCounts | None = None
         self._versions: tuple[VersionCounts, ...] = ()
@@ -180,9 +141,10 @@ class LearnerVisits:
     def _brought(self) -> Visit:
         """Return the next visit; after one without an answer it brings no samples, but only asks."""
         samples = self._outbox.take(MAX_VISIT_BYTES) if self._is_answered else ()
+        refusal = self._weights.refusal
         return Visit(
             drafter_id=self._drafter_id,
-            serving=self._weights.version,
+            serving=self._serving.name,
             is_new=self._is_new,
             samples=samples,
             num_dropped=self._num_dropped + self._outbox.num_dropped,
@@ -190,8 +152,8 @@ class LearnerVisits:
             versions=self._versions,
             shadow_error=self._shadow_error,
             shadow=self._learning.shadow_version,
-            serving_error=self._weights.error,
-            wanted=self._weights.refused,
+            serving_error="" if refusal is None else refusal.error,
+            wanted="" if refusal is None else refusal.state.name,
         )
 
     def _on_no_answer(self, visit: Visit, reason: str) -> None:
@@ -206,14 +168,21 @@ class LearnerVisits:
         self._is_new, self._is_answered = False, True
         self._num_dropped = self._outbox.num_dropped = 0
 
+    def _folder_of(self, version: DrafterVersion) -> str:
+        return version.folder or self._own_folder
+
+    def _update_to(self, version: DrafterVersion) -> UpdateDraftWeights:
+        return UpdateDraftWeights(call_id="", folder=self._folder_of(version), weight_version=version.name)
+
     async def _follow(self, orders: Orders) -> None:
-        await self._weights.serve(orders.serving)
+        await self._weights.bring_to(orders.serving)
+        self._serving = self._weights.state or self._serving
         shadow = orders.shadow
         learning = SetLearning(
             call_id="",
             sample_share=orders.sample_share,
             max_sample_tokens=orders.max_sample_tokens,
-            shadow_folder="" if shadow is None else self._weights.folder_of(shadow),
+            shadow_folder="" if shadow is None else self._folder_of(shadow),
             shadow_version="" if shadow is None else shadow.name,
             shadow_share=0.0 if shadow is None else orders.shadow_share,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from outrider.cluster.config.service_config import OUTRIDER, ServiceConfig
 from outrider.cluster.config.verifier_main import verifier_main
+from outrider.cluster.replicas.desired_state import fleet_pause, fleet_weights
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, empty_out, wait_until
-from outrider.cluster.replicas.missed_weights import MissedPause, MissedWeights
 from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
@@ -76,8 +77,8 @@ class VerifierReplica(ReplicaBase):
         self._can_migrate = False  # by the router's last directive
         self._table = RequestTable(self._send, max_running=config.max_num_seqs)
         self._control: ControlTable[ControlResult] = ControlTable(self._host.send)
-        self._missed = MissedWeights(self._control, lambda: self._load)
-        self._missed_pause = MissedPause(self._control)
+        self._weights = fleet_weights(self._control, lambda: self._load, time.monotonic)
+        self._pause = fleet_pause(self._control, time.monotonic)
         main = verifier_main(config, internal_address(config.links)) if main is None else main
         self._drafters = await self._start_engine(config, main)
         self._host.on_close(self._drafters.close)
@@ -90,8 +91,8 @@ class VerifierReplica(ReplicaBase):
             config.links,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
-        self._host.tasks.start(self._missed.take_forever(), "take the fleet's weights")
-        self._host.tasks.start(self._missed_pause.take_forever(), "follow the fleet's pause")
+        self._host.tasks.start(self._weights.run(), "take the fleet's weights")
+        self._host.tasks.start(self._pause.run(), "follow the fleet's pause")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
@@ -152,8 +153,8 @@ class VerifierReplica(ReplicaBase):
         self._can_migrate = directive.can_migrate
         if directive.migrate_one:
             self._hand_over(max_held=1)
-        self._missed.follow(directive.weights)
-        self._missed_pause.follow(directive.pause)
+        self._weights.want(directive.weights)
+        self._pause.want(directive.pause)
         await self._drafters.follow(directive)
 
     def _report(self) -> VerifierReport | None:

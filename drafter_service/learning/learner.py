@@ -130,7 +130,7 @@ class Learner:
     @property
     def status(self) -> LearnerStatus:
         """What the learner is at; no text of any request."""
-        return self._log.status(
+        return LearnerStatus(
             pool=self._pool,
             phase=self.phase,
             serving=self._shelf.serving.name,
@@ -138,6 +138,7 @@ class Learner:
             num_bytes=self._reservoir.num_bytes,
             num_seen=self._reservoir.num_seen,
             versions=records(self._shelf, self._tally),
+            **self._log.fields,
         )
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
-from outrider.drafter_service.learning.messages import LearnerStatus, Phase, VersionRecord
+from outrider.drafter_service.learning.messages import VersionRecord
 from outrider.drafter_service.learning.shelf import Shelf
 from outrider.drafter_service.learning.version_tally import VersionTally
 
@@ -34,34 +35,18 @@ class LearnerLog:
     def add_train_s(self, cpu_s: float) -> None:
         self._add("train_s", cpu_s)
 
-    def status(
-        self,
-        *,
-        pool: str,
-        phase: Phase,
-        serving: str,
-        num_samples: int,
-        num_bytes: int,
-        num_seen: int,
-        versions: tuple[VersionRecord, ...],
-    ) -> LearnerStatus:
-        """Put the status together."""
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What it knows of a `LearnerStatus`."""
         losses = list(self._losses)  # a step on another thread may add one
-        return LearnerStatus(
-            pool=pool,
-            phase=phase,
-            serving=serving,
-            num_samples=num_samples,
-            num_bytes=num_bytes,
-            num_seen=num_seen,
-            num_dropped=self.num_dropped,
-            num_steps=int(self._counters.get("num_steps", 0)),
-            loss=sum(losses) / len(losses) if losses else None,
-            train_s=float(self._counters.get("train_s", 0.0)),
-            last_event=self.last_event,
-            versions=versions,
-            **{name: int(self._counters.get(name, 0)) for name in COUNTERS},
-        )
+        counters = {name: int(self._counters.get(name, 0)) for name in (*COUNTERS, "num_steps")}
+        return {
+            **counters,
+            "num_dropped": self.num_dropped,
+            "loss": sum(losses) / len(losses) if losses else None,
+            "train_s": float(self._counters.get("train_s", 0.0)),
+            "last_event": self.last_event,
+        }
 
     def _add(self, counter: str, amount: float) -> None:
         self._counters[counter] = self._counters.get(counter, 0) + amount

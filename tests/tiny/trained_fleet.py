@@ -31,8 +31,8 @@ from outrider.cluster.gateway.routed_backend import RoutedBackend
 from outrider.cluster.gateway.router_client import RouterClient
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.peers.every_gateway import EveryGateway
+from outrider.cluster.replicas.desired_state import fleet_pause
 from outrider.cluster.replicas.engine_shell import EngineShell
-from outrider.cluster.replicas.missed_weights import MissedPause
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.router.fleet import RouterPolicy, VerifierReport
 from outrider.proto import link_pb2_grpc
@@ -68,7 +68,7 @@ class TinyVerifier:
         self._shell = EngineShell(near, FROM_ENGINE, on_message=self._hear, on_failure=lambda _: None)
         self.table, self.control = RequestTable(self._shell.send), ControlTable(self._shell.send)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        self._pause = MissedPause(self.control)
+        self._pause = fleet_pause(self.control, time.monotonic)
         self._following: asyncio.Task[None] | None = None
         self.error: BaseException | None = None
         self._running: set[str] = set()
@@ -87,7 +87,7 @@ class TinyVerifier:
         await self._server.start()
         self._shell.start()
         self._thread.start()
-        self._following = asyncio.create_task(self._pause.take_forever())
+        self._following = asyncio.create_task(self._pause.run())
 
     def _run(self, pipe: Any) -> None:
         links = RelayDraftClient()
@@ -121,7 +121,7 @@ class TinyVerifier:
     async def _report_forever(self) -> None:
         while True:
             directive = await self._router.report_verifier(await self._reports.get())
-            self._pause.follow(directive.pause)
+            self._pause.want(directive.pause)
 
     async def stop(self) -> None:
         """End as a killed replica does."""

@@ -12,7 +12,8 @@ import pytest
 
 from outrider.cluster.common.reports import NoAnswerError
 from outrider.cluster.replicas import learner_visits
-from outrider.cluster.replicas.learner_visits import FIRST_RETRY_S, LearnerVisits, Outbox, ToEngine
+from outrider.cluster.replicas.desired_state import FIRST_RETRY_S
+from outrider.cluster.replicas.learner_visits import LearnerVisits, Outbox, ToEngine
 from outrider.drafter_service.engine.learning_messages import (
     ServedSample,
     SetLearning,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fakes.reports import IDLE
-from outrider.cluster.replicas.missed_weights import MissedPause, MissedWeights
+from outrider.cluster.replicas.desired_state import FIRST_RETRY_S, fleet_pause, fleet_weights
 from outrider.cluster.router.fleet import FleetPause, FleetWeights
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.engine import (
@@ -32,8 +32,9 @@ class Played:
         self.calls: list[Control] = []
         self.load = IDLE
         self.control = ControlTable(self.calls.append)
-        self.missed = MissedWeights(self.control, lambda: self.load, retry_s=0.0)
-        self.pause = MissedPause(self.control)
+        self.now_s = 0.0
+        self.missed = fleet_weights(self.control, lambda: self.load, lambda: self.now_s)
+        self.pause = fleet_pause(self.control, lambda: self.now_s)
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -47,7 +48,7 @@ class Played:
 @pytest.fixture
 async def engine() -> AsyncIterator[Played]:
     played = Played()
-    tasks = [asyncio.create_task(missed.take_forever()) for missed in (played.missed, played.pause)]
+    tasks = [asyncio.create_task(missed.run()) for missed in (played.missed, played.pause)]
     yield played
     for task in tasks:
         task.cancel()
@@ -55,22 +56,26 @@ async def engine() -> AsyncIterator[Played]:
 
 
 async def test_it_takes_what_it_missed_and_tries_again_after_an_error(engine: Played):
-    engine.missed.follow(None)
+    engine.missed.want(None)
     await engine.settle()
     assert engine.calls == []
-    engine.missed.follow(WEIGHTS)
+    engine.missed.want(WEIGHTS)
     await engine.settle()
     (call,) = engine.calls
     assert isinstance(call, UpdateWeights)
     assert (call.folder, call.weight_version) == ("/w/7", "7")
     for _ in range(5):  # directives of reports that were sent meanwhile
-        engine.missed.follow(WEIGHTS)
+        engine.missed.want(WEIGHTS)
     engine.load = replace(IDLE, weights_taken_s=0.0)
     await engine.answers(error="no such folder")
-    assert len(engine.calls) == 2  # the directive that waited
+    assert len(engine.calls) == 1, "it has just refused"
+    engine.now_s = FIRST_RETRY_S
+    engine.missed.want(WEIGHTS)
+    await engine.settle()
+    assert len(engine.calls) == 2
     engine.load = replace(IDLE, weights_taken_s=101.0)
     await engine.answers()
-    engine.missed.follow(WEIGHTS)
+    engine.missed.want(WEIGHTS)
     await engine.settle()
     assert len(engine.calls) == 2
 
@@ -78,7 +83,7 @@ async def test_it_takes_what_it_missed_and_tries_again_after_an_error(engine: Pl
 async def test_it_leaves_a_verifier_alone_that_is_being_given_weights(engine: Played):
     asking = asyncio.create_task(engine.control.call(AskState(call_id="trainer")))
     await engine.settle()
-    engine.missed.follow(WEIGHTS)
+    engine.missed.want(WEIGHTS)
     await engine.settle()
     assert engine.calls == [AskState(call_id="trainer")]
     await engine.answers()
@@ -86,15 +91,15 @@ async def test_it_leaves_a_verifier_alone_that_is_being_given_weights(engine: Pl
 
 
 async def test_it_pauses_and_goes_on_as_the_fleet_does_beside_taking_weights(engine: Played):
-    engine.missed.follow(WEIGHTS)
+    engine.missed.want(WEIGHTS)
     for pause in (None, FleetPause(asked_s=5.0, is_paused=True, lease_left_s=3.0)):
-        engine.pause.follow(pause)
+        engine.pause.want(pause)
     await engine.settle()
     taking, pausing = engine.calls
     assert isinstance(taking, UpdateWeights)
     assert pausing == PauseGeneration(call_id=pausing.call_id, mode=PauseMode.KEEP, lease_s=3.0, asked_s=5.0)
     await engine.answers(error="half of an update is here")
-    engine.pause.follow(FleetPause(asked_s=6.0, is_paused=False))
+    engine.pause.want(FleetPause(asked_s=6.0, is_paused=False))
     await engine.settle()
     goes_on = engine.calls[-1]
     assert goes_on == ContinueGeneration(call_id=goes_on.call_id, asked_s=6.0)
