@@ -73,7 +73,8 @@ class ServedTexts:
         stop, is_new = min(request.num_tokens, MAX_SAMPLE_TOKENS), not told.num_sent_tokens
         start = request.num_prompt_tokens if is_new else told.num_sent_tokens
         num_tokens = stop if is_new else stop - start
-        if drafter_id is None or (is_new and is_heard) or start >= stop or num_tokens > self._num_allowed:
+        is_moving = request.stands_until_s is not None  # who takes it over tells of it
+        if drafter_id is None or is_moving or (is_new and is_heard) or start >= stop or num_tokens > self._num_allowed:
             return {}
         record, opening = self._drafters[drafter_id], self._filing.opening(request, request.num_prompt_tokens)
         if (record.needs.history and opening.history is not None) or not record.breaker.would_allow(self._now_s):

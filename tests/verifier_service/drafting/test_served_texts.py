@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,12 +151,13 @@ def test_a_drafter_of_the_last_state_is_told_those_of_the_response_one_by_one():
     assert spans(bench.told(request)) == [(2, 3), (3, 4), (4, 5)], "the prompt's last state draws the first token"
 
 
-@pytest.mark.parametrize("why", ["forbidden", "opted_out", "no_learner", "hosted", "no_text", "failing"])
+@pytest.mark.parametrize("why", ["forbidden", "opted_out", "no_learner", "hosted", "no_text", "failing", "moving"])
 def test_nobody_is_told(why: str):
     needs = DraftNeeds(taps=(0,), learns=why != "no_learner")
     bench = Bench(needs=needs, tells_texts=why != "hosted")
     opt_out = {"num_speculative_tokens": 0} if why == "opted_out" else {}
     request = bench.request(may_learn=why != "forbidden", **opt_out)
+    request.stands_until_s = math.inf if why == "moving" else None
     if why == "failing":
         for _ in range(20):
             bench.coordinator._drafters["d"].breaker.record_failure(bench.now_s)
