@@ -313,12 +313,12 @@ class VerifierEngine:
             if outcome.item.draft is not None
         )
         self._commit(step, outcomes)
+        self._move_states()
         for outcome in outcomes:
             if outcome.finish_reason is None:
                 self._extras.note_forced(outcome.item.request)
             else:
                 self._forget(outcome.item.request)
-        self._move_states()
         self.on_phase("commit")
         self._ended_s = self._clock()
         self._ask(step, outcomes)
