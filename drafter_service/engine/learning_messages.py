@@ -45,9 +45,7 @@ class VersionCounts:
     version: str
     num_rounds: int = 0  # answers that text has followed
     num_draft_tokens: int = 0
-    num_named_tokens: int = (
-        0  # of them, those that the target committed at their place, up to the first that it did not
-    )
+    num_named_tokens: int = 0  # of them, those before the first that the target did not commit in its place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

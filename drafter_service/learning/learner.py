@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from outrider.drafter_service.engine.learning_messages import VersionCounts
 from outrider.drafter_service.learning.learner_status import LearnerLog, records
 from outrider.drafter_service.learning.messages import (
     Action,
@@ -33,8 +34,8 @@ from outrider.drafter_service.learning.messages import (
 from outrider.drafter_service.learning.reservoir import Reservoir
 from outrider.drafter_service.learning.shelf import Shelf
 from outrider.drafter_service.learning.study import Study
+from outrider.drafter_service.learning.totals import Totals
 from outrider.drafter_service.learning.verdict import MAX_TRIAL_ROUNDS, MAX_WATCH_ROUNDS, Score, Trial, Verdict
-from outrider.drafter_service.learning.version_tally import VersionTally
 from outrider.verifier_service.folders import require_below
 
 MAX_REFUSALS = 3  # in a row; then training begins anew from what serves
@@ -71,7 +72,7 @@ class Learner:
         self._settings, self._brings_texts = settings, brings_texts
         self._clock, self._cpu_clock = clock, cpu_clock
         self._log = LearnerLog(shelf)
-        self._tally = VersionTally()
+        self._totals: Totals[VersionCounts] = Totals()  # by version
         self._texts: list[Texts] = []
         self._is_paused = False
         self._has_begun = False  # the pupil is warm
@@ -91,7 +92,8 @@ class Learner:
         for sample in visit.samples:
             self._reservoir.add(sample)
         self._log.num_dropped += visit.num_dropped
-        self._tally.take(visit.drafter_id, visit.versions)
+        for counts in visit.versions:
+            self._totals.take(visit.drafter_id, counts.version, counts)
         if visit.is_new and self._brings_texts:
             texts = self._reservoir.texts(MAX_TEXT_TOKENS)
             self._texts.append(Texts(drafter_id=visit.drafter_id, samples=texts))
@@ -137,7 +139,7 @@ class Learner:
             num_samples=len(self._reservoir),
             num_bytes=self._reservoir.num_bytes,
             num_seen=self._reservoir.num_seen,
-            versions=records(self._shelf, self._tally),
+            versions=records(self._shelf, self._totals),
             **self._log.fields,
         )
 
@@ -272,7 +274,7 @@ class Learner:
     def _publish(self, candidate: DrafterVersion, event: str) -> None:
         self._shelf.publish(candidate.name)
         self._candidate, self._num_refusals = None, 0
-        self._tally.keep(self._shelf.fates)
+        self._totals.keep(self._shelf.fates)
         self._log.count("num_published")
         self._log.last_event = event
         self._begin_watch()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from outrider.drafter_service.engine.learning_messages import VersionCounts
 from outrider.drafter_service.learning.messages import VersionRecord
 from outrider.drafter_service.learning.shelf import Shelf
-from outrider.drafter_service.learning.version_tally import VersionTally
+from outrider.drafter_service.learning.totals import Totals
 
 NUM_LOSSES = 16  # steps over which the shown loss is the mean
 COUNTERS = ("num_candidates", "num_published", "num_refused", "num_rolled_back")
@@ -52,12 +53,12 @@ class LearnerLog:
         self._counters[counter] = self._counters.get(counter, 0) + amount
 
 
-def records(shelf: Shelf, tally: VersionTally) -> tuple[VersionRecord, ...]:
+def records(shelf: Shelf, totals: Totals[VersionCounts]) -> tuple[VersionRecord, ...]:
     """Return what became of each version, the newest last."""
     serving = shelf.serving.name
     found: list[VersionRecord] = []
     for name, fate in shelf.fates.items():
-        counts = tally.of(name)
+        counts = totals.of(name, VersionCounts(version=name))
         found.append(
             VersionRecord(
                 name=name,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outrider.drafter_service.engine.learning_messages import TrialCounts
+from outrider.drafter_service.learning.totals import Totals
 
 SIGMAS = 3.0  # one look errs once in 740; with doubling looks, of two equal versions under 1 in 100 is published
 MIN_ROUNDS_TO_WIN = 64  # a publish costs every drafter its KV
@@ -19,7 +19,6 @@ MIN_ROUNDS_TO_LOSE = 16  # a bad version is to go soon, and a good one that goes
 MIN_GAIN = 0.01  # of the predecessor's score: less is not worth a publish
 MAX_TRIAL_ROUNDS = 4096  # a gain that does not show by then is small
 MAX_WATCH_ROUNDS = 1024  # a version that has won its trial is not worse by much if it does not show by then
-MAX_DRAFTERS = 256  # whose counts are told apart; older ones are added up
 
 
 class Verdict(enum.Enum):
@@ -78,25 +77,17 @@ class Trial:
         self.serving, self.shadow, self.candidate = serving, shadow, candidate
         self._max_rounds = max_rounds
         self._next_look = MIN_ROUNDS_TO_LOSE
-        self._past = TrialCounts(serving=serving, shadow=shadow)  # of drafters before they restarted
-        self._last: OrderedDict[str, TrialCounts] = OrderedDict()
+        self._totals: Totals[TrialCounts] = Totals()
 
     def take(self, drafter_id: str, counts: TrialCounts) -> None:
         """Take a drafter's counts since its trial began; those of other versions are not of this trial."""
         if (counts.serving, counts.shadow) != (self.serving, self.shadow):
             return
-        before = self._last.pop(drafter_id, None)
-        if before is not None and counts.num_rounds < before.num_rounds:  # it has restarted
-            self._past = _sum(self._past, before)
-        self._last[drafter_id] = counts
-        if len(self._last) > MAX_DRAFTERS:
-            self._past = _sum(self._past, self._last.popitem(last=False)[1])
+        self._totals.take(drafter_id, self.candidate, counts)
 
     def score(self) -> Score:
-        total = self._past
-        for counts in self._last.values():
-            total = _sum(total, counts)
-        return Score.of(total, self.candidate)
+        nothing = TrialCounts(serving=self.serving, shadow=self.shadow)
+        return Score.of(self._totals.of(self.candidate, nothing), self.candidate)
 
     def look(self) -> tuple[Verdict, Score]:
         """Judge if it is time to: rounds have doubled since the last look, or are enough for a draw."""
@@ -105,13 +96,3 @@ class Trial:
             return Verdict.OPEN, score
         self._next_look = 2 * score.num_rounds
         return verdict(score, self._max_rounds), score
-
-
-def _sum(one: TrialCounts, other: TrialCounts) -> TrialCounts:
-    return replace(
-        one,
-        num_rounds=one.num_rounds + other.num_rounds,
-        serving_score=one.serving_score + other.serving_score,
-        shadow_score=one.shadow_score + other.shadow_score,
-        squared_difference=one.squared_difference + other.squared_difference,
-    )
