@@ -13,7 +13,7 @@ import pytest
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
-from outrider.verifier_service.links.handover_calls import HandoverCalls
+from outrider.verifier_service.links.handover_calls import NO_HANDOVERS, HandoverCalls
 from outrider.verifier_service.messages.handover import KVSource
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from tiny.handing import HandingEngine, ask, prompts
@@ -128,7 +128,7 @@ async def test_a_request_that_the_takers_engine_refuses_leaves_nothing_on_the_ho
 async def test_calls_that_cannot_be_answered_say_why():
     sent: list[object] = []
     for calls, payload, code in [
-        (None, b"", grpc.StatusCode.UNIMPLEMENTED),
+        (NO_HANDOVERS, b"", grpc.StatusCode.UNIMPLEMENTED),
         (HandoverCalls(sent.append), b"nonsense", grpc.StatusCode.INVALID_ARGUMENT),
     ]:
         server = grpc.aio.server()
