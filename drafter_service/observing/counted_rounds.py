@@ -18,7 +18,7 @@ from outrider.verifier_service.messages.draft import Draft
 
 MAX_VERSIONS = 4  # whose counts are kept
 MAX_WAITING_ROUNDS = 128  # of a session; more than this are asked for again and again without new text
-Judge = Callable[[Sequence[int]], None]  # is told the text after a round; empty: none will follow
+OnText = Callable[[Sequence[int]], None]  # is told the text after a round; empty: none will follow
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Round:
     length: int  # tokens that have to follow
     draft: Draft
     tally: _Tally
-    judge: Judge | None
+    on_text: OnText | None
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class CountedRounds:
         others = [tally for tally in self._tallies if tally.counts.version != version]
         self._tallies = collections.deque([*others, _Tally(VersionCounts(version=version))], maxlen=MAX_VERSIONS)
 
-    def answer(self, session: Session, length: int, draft: Draft, judge: Judge | None = None) -> None:
-        """Note an answered round of `length`; `judge` is told the text that has followed."""
+    def answer(self, session: Session, length: int, draft: Draft, on_text: OnText | None = None) -> None:
+        """Note an answered round of `length`; `on_text` is told the text that has followed."""
         answered = self._answered.setdefault(session.key, _Answered(session.token_ids))
         if len(answered.rounds) == MAX_WAITING_ROUNDS:
             del answered.rounds[0]
-        answered.rounds.append(_Round(len(session.token_ids), length, draft, self._tallies[-1], judge))
+        answered.rounds.append(_Round(len(session.token_ids), length, draft, self._tallies[-1], on_text))
 
     def commit(self, session: Session) -> None:
         """Judge the rounds that enough text has followed."""
@@ -89,7 +89,7 @@ class CountedRounds:
         num_tokens = len(session.token_ids)
         for each in answered.rounds:  # a few: each commit brings a token, and a round waits for at most `length`
             if each.position + each.length <= num_tokens:
-                _settle(each, session.token_ids)
+                _resolve(each, session.token_ids)
         answered.rounds = [each for each in answered.rounds if each.position + each.length > num_tokens]
         if not answered.rounds:
             del self._answered[session.key]
@@ -99,12 +99,12 @@ class CountedRounds:
         answered = self._answered.pop(key, None)
         for each in () if answered is None else answered.rounds:
             assert answered is not None
-            _settle(each, answered.token_ids)
+            _resolve(each, answered.token_ids)
 
 
-def _settle(waiting: _Round, token_ids: Sequence[int]) -> None:
+def _resolve(waiting: _Round, token_ids: Sequence[int]) -> None:
     text = token_ids[waiting.position : waiting.position + waiting.length]
     if text:
         waiting.tally.add(waiting.draft, text)
-    if waiting.judge is not None:
-        waiting.judge(text)
+    if waiting.on_text is not None:
+        waiting.on_text(text)
