@@ -1,17 +1,7 @@
 """The gRPC interface `vllm.grpc.engine.VllmEngine`, for gateways that are made for vLLM's engine.
 
 Its messages are of the package smg-grpc-proto (extra `vllm-grpc`), and carry tokens, not text. Our own fields of a
-request are in the call's metadata:
-
-x-outrider-disable-spec-decode       true | false
-x-outrider-num-speculative-tokens    a cap on the draft length; 0: off
-x-outrider-priority                  lower is served earlier
-x-outrider-target-inter-token-ms     slower than this, its drafts count more; far faster, less
-x-outrider-session-id                shared by requests with a common prefix
-x-outrider-cache-salt                only requests with the same salt share prefixes
-x-outrider-history-key               in rollouts, whose responses it drafts from and joins
-x-outrider-store                     true | false; false: no drafter keeps anything of it
-x-outrider-logprobs-mode             raw_logprobs | processed_logprobs
+request are in the call's metadata, see `client_fields`.
 """
 
 from __future__ import annotations
@@ -27,7 +17,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, get_args
 
 import grpc
 from smg_grpc_proto.generated import common_pb2 as common
@@ -38,6 +28,7 @@ from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, joined
+from outrider.cluster.gateway.client_fields import METADATA, METADATA_PREFIX, VLLM, kind_of, metadata_key, named_at
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
@@ -47,14 +38,16 @@ from outrider.verifier_service.messages.request import FinishReason, StructuredK
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-METADATA_PREFIX = "x-outrider-"
+_SWITCHES = {metadata_key(name): name for name in named_at(METADATA)}
 TOKENIZER_CHUNK_BYTES = 64 << 10  # as vLLM's own server
 
-SAMPLING_FIELDS = (  # as in RequestInput; where proto3's zero is "not given", its default means the same as vLLM's zero
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed"),
-    "include_stop_str_in_output",
-)
+# as in RequestInput; where proto3's zero is "not given", its default means the same as vLLM's zero
+SAMPLING_FIELDS = frozenset((*named_at(VLLM), "logprobs")) - {
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "skip_special_tokens",
+}
 UNSUPPORTED_SAMPLING_FIELDS = frozenset({"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"})
 STRUCTURED_FIELDS = frozenset(StructuredKind)  # named as in the message
 UNSUPPORTED_FIELDS = frozenset(
@@ -148,7 +141,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> NoReturn:
         await _unimplemented(
-            context, f"the prefix cache cannot be flushed; keep prompts apart by {METADATA_PREFIX}cache-salt"
+            context, f"the prefix cache cannot be flushed; keep prompts apart by {metadata_key('cache_salt')}"
         )
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
@@ -215,11 +208,10 @@ def _switches(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
     for key, value in metadata:
         if not key.startswith(METADATA_PREFIX):
             continue
-        name = key.removeprefix(METADATA_PREFIX).replace("-", "_")
-        if name not in _READERS or isinstance(value, bytes):
-            known = ", ".join(METADATA_PREFIX + name.replace("_", "-") for name in _READERS)
-            raise InvalidRequest(f"{key} is not known; there are {known}", key)
-        read, expectation = _READERS[name]
+        name = _SWITCHES.get(key)
+        if name is None or isinstance(value, bytes):
+            raise InvalidRequest(f"{key} is not known; there are {', '.join(_SWITCHES)}", key)
+        read, expectation = next(reader for kind, reader in _READERS.items() if kind in get_args(kind_of(name)))
         try:
             switches[name] = read(value)
         except (ValueError, KeyError) as error:
@@ -231,16 +223,11 @@ def _boolean(text: str) -> bool:
     return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
 
 
-_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "disable_spec_decode": (_boolean, "true or false"),
-    "num_speculative_tokens": (int, "an integer"),
-    "priority": (int, "an integer"),
-    "target_inter_token_ms": (float, "a number"),
-    "session_id": (str, "text"),
-    "cache_salt": (str, "text"),
-    "history_key": (str, "text"),
-    "store": (_boolean, "true or false"),
-    "logprobs_mode": (str, "text"),
+_READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
+    bool: (_boolean, "true or false"),
+    int: (int, "an integer"),
+    float: (float, "a number"),
+    str: (str, "text"),
 }
 
 

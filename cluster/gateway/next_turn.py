@@ -123,9 +123,9 @@ def _request_of(request: ValidRequest, prompt_token_ids: tuple[int, ...]) -> Gen
         request_id=request.request_id,
         prompt_token_ids=prompt_token_ids,
         sampling=_ONE_TOKEN,
-        cache_salt=request.cache_salt,
+        cache_salt=request.message.cache_salt,
         history_key="",
         adapter=request.adapter,
-        session_id=request.session_id,
+        session_id=request.message.session_id,
         is_background=True,
     )

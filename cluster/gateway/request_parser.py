@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
 from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
+from outrider.cluster.gateway.client_fields import ClientFields
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
-    MAX_PRIORITY,
-    MAX_TARGET_INTER_TOKEN_MS,
     AcceptanceRule,
     GenerationRequest,
     LogitBias,
@@ -35,20 +35,6 @@ MAX_LABEL_CHARS = 256  # of a session id or cache salt
 MAX_HISTORY_KEY_CHARS = 128
 MAX_REQUEST_ID_CHARS = 128
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI
-_SAMPLING_FIELDS = (  # of RequestInput and of SamplingParams, unchanged
-    "temperature",
-    "top_p",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "structured",
-    "thought",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +59,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestInput:
+class RequestInput(ClientFields):
     """One prompt in any wire format: typed, not checked. None: not given."""
 
     prompt: str | Sequence[int]
@@ -83,101 +69,66 @@ class RequestInput:
     add_special_tokens: bool = True  # False: a chat template has written them
     is_new_text: bool = False  # the output does not go on in the prompt's text: a message of its own
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: the rest of the context
-    n: int | None = None
-    max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0 and -1: off
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None  # by token id
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     logprobs: int | None = None
     logprobs_field: str = "logprobs"
-    prompt_logprobs: int | None = None
-    logprobs_mode: str | None = None  # a `LogprobsMode`
     echo: bool | None = None
-    disable_spec_decode: bool | None = None
-    num_speculative_tokens: int | None = None  # a cap; 0: off
-    rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
     thought: Thought | None = None  # which `structured` follows
     warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
-    priority: int | None = None
-    target_inter_token_ms: float | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    history_key: str | None = None  # in rollouts alone
-    store: bool | None = None  # False: no drafter keeps anything of it once it has ended
     prediction: str | None = None  # expected output, used as a draft
     kv_transfer: KVTransfer | None = None
+
+
+# of the client and of the engine under one name; `RequestParser` reads some of them anew
+_SAME = {each.name for each in fields(RequestInput)} & {each.name for each in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
     """One prompt, checked: only `RequestParser.parse` makes one."""
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
+    message: GenerationRequest  # of its only, or first, choice
     n: int
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
     is_new_text: bool  # as in `RequestInput`
-    sampling: SamplingParams
     num_prompt_logprobs: int | None  # as the client asked; with echo the engine may return more
     echo: tuple[str, ...]  # the prompt, if it is shown before the output; with logprobs one text per token
     is_prompt_only: bool  # max_tokens is 0: the engine's one token is not shown
-    group_id: str | None
-    priority: int
-    target_inter_token_ms: float | None
-    session_id: str | None
-    cache_salt: str  # the shown key's partition, then the client's salt
-    partition: str = ""  # the former alone
-    history_key: str | None = None  # as in `GenerationRequest`
-    may_learn: bool = False
-    adapter: str | None = None
-    prediction_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
-    kv_transfer: KVTransfer = NO_TRANSFER
-    trace_parent: str | None = None  # `traceparent` of the request's span; None: not traced
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.message.prompt_token_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.message.sampling
+
+    @property
+    def adapter(self) -> str | None:
+        return self.message.adapter
 
     @property
     def is_kept(self) -> bool:
         """Whether anything of the request may be left behind for later ones."""
-        return self.history_key != ""
+        return self.message.history_key != ""
 
     def choices(self) -> list[GenerationRequest]:
         """Return one request per choice; the noise of seeded choices differs by the choice index."""
+        if self.n == 1:
+            return [self.message]
         return [
-            GenerationRequest(
-                request_id=self.request_id if self.n == 1 else f"{self.request_id}-{index}",
-                prompt_token_ids=self.prompt_token_ids,
+            dataclasses.replace(
+                self.message,
+                request_id=f"{self.request_id}-{index}",
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
-                group_id=self.group_id,
-                cache_salt=self.cache_salt,
-                partition=self.partition,
-                history_key=self.history_key,
-                may_learn=self.may_learn,
-                adapter=self.adapter,
-                prediction_token_ids=self.prediction_token_ids,
-                priority=self.priority,
-                target_inter_token_ms=self.target_inter_token_ms,
-                session_id=self.session_id,
-                hands_over=self.kv_transfer.hands_over,
-                kv_source=self.kv_transfer.source,
-                trace_parent=self.trace_parent,
             )
             for index in range(self.n)
         ]
@@ -196,37 +147,38 @@ class RequestParser:
         is_kept = request.store is not False and key.policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
-        priority = request.priority or 0
-        _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-        target_ms, limit = request.target_inter_token_ms, MAX_TARGET_INTER_TOKEN_MS
-        _require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
         stop = _stop_strings(request.stop)
         prompt_token_ids = await self._prompt_token_ids(request)
         num_free_tokens = self.model.max_model_len - len(prompt_token_ids)
+        prediction = await self._prediction(request)
+        with _naming_fields(request):
+            message = GenerationRequest(
+                request_id=_request_id(request.request_id),
+                prompt_token_ids=prompt_token_ids,
+                sampling=await self._sampling(request, num_free_tokens),
+                group_id=uuid.uuid4().hex if num_choices > 1 else None,
+                priority=request.priority or 0,
+                target_inter_token_ms=request.target_inter_token_ms,
+                session_id=_label(request.session_id, "session_id"),
+                cache_salt=key.partition + (_label(request.cache_salt, "cache_salt") or ""),
+                partition=key.partition,
+                history_key=self._history_key(request, is_kept=is_kept),
+                may_learn=is_kept and self.model.learns and self._is_open(request, key.policy),
+                adapter=request.model if request.model in self.model.adapters else None,
+                prediction_token_ids=prediction,
+                **self._kv_transfer(request, num_choices),
+            )
         return ValidRequest(
-            request_id=_request_id(request.request_id),
-            prompt_token_ids=prompt_token_ids,
+            message=message,
             n=num_choices,
             stop=stop,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             is_new_text=request.is_new_text,
-            sampling=await self._sampling(request, num_free_tokens),
             num_prompt_logprobs=request.prompt_logprobs,
             echo=await self._echo(request, prompt_token_ids) if request.echo else (),
             is_prompt_only=request.max_tokens == 0,
-            group_id=uuid.uuid4().hex if num_choices > 1 else None,
-            priority=priority,
-            target_inter_token_ms=target_ms,
-            session_id=_label(request.session_id, "session_id"),
-            cache_salt=key.partition + (_label(request.cache_salt, "cache_salt") or ""),
-            partition=key.partition,
-            history_key=self._history_key(request, is_kept=is_kept),
-            may_learn=is_kept and self.model.learns and self._is_open(request, key.policy),
-            adapter=request.model if request.model in self.model.adapters else None,
-            prediction_token_ids=await self._prediction(request),
             warnings=_warnings(request, num_free_tokens),
-            kv_transfer=self._kv_transfer(request, num_choices),
         )
 
     def _with_defaults(self, request: RequestInput) -> RequestInput:
@@ -235,13 +187,14 @@ class RequestParser:
         missing = {name: value for name, value in defaults.items() if getattr(request, name) is None}
         return dataclasses.replace(request, **missing) if missing else request
 
-    def _kv_transfer(self, request: RequestInput, num_choices: int) -> KVTransfer:
+    def _kv_transfer(self, request: RequestInput, num_choices: int) -> dict[str, Any]:
         """Return what a proxy wants of the prompt's KV; several choices share a prompt, which stays where they are."""
         wanted = request.kv_transfer or NO_TRANSFER
         _require(self.model.hands_over or request.kv_transfer is None, FIELD, "left out: it is our own engine's")
         is_one_token = request.max_tokens == 1 or not wanted.hands_over
         _require(is_one_token, request.max_tokens_field, f"1 with do_remote_decode in {FIELD}")
-        return wanted if num_choices == 1 else NO_TRANSFER
+        wanted = wanted if num_choices == 1 else NO_TRANSFER
+        return {"hands_over": wanted.hands_over, "kv_source": wanted.source}
 
     def _is_open(self, request: RequestInput, key_policy: KeyPolicy) -> bool:
         """Return whether no salt closes the request to learning; in rollouts a salt may be the policy's version."""
@@ -301,33 +254,23 @@ class RequestParser:
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
         acceptance = self._acceptance(request.rejection_sample_method)
-        optional = {
-            **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
+        max_tokens = _max_tokens(request, num_free_tokens)
+        read = {
             "top_k": self._top_k(request.top_k),
             "prompt_logprobs": _num_prompt_logprobs(request),
             "logprobs_mode": self._logprobs_mode(request),
             "num_speculative_tokens": self._draft_cap(request),
             "acceptance": acceptance,
+            "max_tokens": min(max_tokens, self.model.sampling_defaults.get("max_tokens", max_tokens)),
+            "stop_token_ids": stop_token_ids,
+            "allowed_token_ids": tuple(allowed or ()),
+            "logit_bias": tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
         }
-        set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
-        max_tokens = _max_tokens(request, num_free_tokens)
-        max_tokens = min(max_tokens, self.model.sampling_defaults.get("max_tokens", max_tokens))
-        try:
-            if self.model.rollouts:
-                require_lossless(acceptance)
-            bad_words = await self._bad_words(request.bad_words or ())
-            return SamplingParams(
-                bad_words=bad_words,
-                max_tokens=max_tokens,
-                stop_token_ids=stop_token_ids,
-                allowed_token_ids=tuple(allowed or ()),
-                logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
-                **set_fields,
-            )
-        except ValueError as error:  # the error's text begins with the field's name
-            name, _, rest = str(error).partition(" ")
-            field = request.logprobs_field if name == "logprobs" else name
-            raise InvalidRequest(f"{field} {rest}", field) from error
+        if self.model.rollouts:
+            require_lossless(acceptance)
+        read["bad_words"] = await self._bad_words(request.bad_words or ())
+        given = {name: getattr(request, name) for name in _SAME} | read
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         check_bad_words(words)
@@ -364,6 +307,17 @@ class RequestParser:
     def _draft_cap(self, request: RequestInput) -> int | None:
         cap = 0 if request.disable_spec_decode else request.num_speculative_tokens
         return None if cap is None else min(cap, self.model.max_model_len)
+
+
+@contextlib.contextmanager
+def _naming_fields(request: RequestInput) -> Iterator[None]:
+    """Turn the engine's errors, whose text begins with a field's name, into `InvalidRequest` with the client's name."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        field = request.logprobs_field if name == "logprobs" else name
+        raise InvalidRequest(f"{field} {rest}", field) from error
 
 
 def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:

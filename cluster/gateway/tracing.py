@@ -82,7 +82,8 @@ class Tracing:
         num_tokens = 0
         reasons: list[str] = []
         try:
-            traced = dataclasses.replace(request, trace_parent=_trace_parent(span))
+            message = dataclasses.replace(request.message, trace_parent=_trace_parent(span))
+            traced = dataclasses.replace(request, message=message)
             async with aclosing(generate(traced)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     num_tokens += len(chunk.token_ids)

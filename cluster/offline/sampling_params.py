@@ -2,78 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.structured_format import NamedStructure, openai_structure
 from outrider.verifier_service.messages.draft import require
-from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, LogprobsMode, StructuredOutput
+from outrider.verifier_service.messages.request import (
+    AcceptanceRule,
+    CommonSampling,
+    LogitBias,
+    LogprobsMode,
+    StructuredOutput,
+)
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
 from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 MAX_TOKEN_ID = (1 << 31) - 1
 ANY_LENGTH = 1 << 31  # of an unknown model
 _FIELD = "structured_outputs"
-_WHOLE = ("n", "top_k", "min_tokens", "choice_index")
-_WHOLE_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens")
-_NUMBERS = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("typical_epsilon", "typical_delta"),
-)
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
-_AS_THEY_ARE = (  # the same here and in the engine's own dataclass
-    *_NUMBERS,
-    *("min_tokens", "choice_index", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "num_speculative_tokens"),
-)
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of fields, by their annotation
+    "int": (lambda value: _is_whole(value), "a whole number"),
+    "int | None": (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    "float": (lambda value: _is_number(value), "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """The sampling parameters of one prompt. Raises `ValueError` naming the bad field."""
+class SamplingParams(CommonSampling):
+    """The sampling parameters of one prompt. Raises `ValueError` naming the bad field.
+
+    Of those that the engine shares: `temperature` 0 is greedy, `top_k` 0 and -1 are off, with a `seed` tokens are the
+    same with any drafter or none, and `choice_index` is of the first of the `n` outputs: seeded ones differ by it.
+    """
 
     n: int = 1  # outputs for each prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None  # by token id
-    seed: int | None = None  # if given, tokens are the same with any drafter, or none
     max_tokens: int | None = 16  # None: up to the model's longest sequence
-    min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
     allowed_token_ids: Sequence[int] | None = None  # no others; None: all
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: token ids alone, which saves time
-    logprobs: int | None = None  # number of alternatives per output token
-    prompt_logprobs: int | None = None
     logprobs_mode: str | None = None  # raw_logprobs or processed_logprobs; None: the LLM's
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None  # {"json" | "regex" | "choice" | …: …}
     # not vLLM's
-    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
     rejection_sample_method: str | None = None  # standard, block or typical; None: the LLM's
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-    choice_index: int = 0  # of the first of the `n` outputs: seeded outputs differ by it
 
     def __post_init__(self) -> None:
-        for name in _WHOLE:
-            require(_is_whole(getattr(self, name)), name, "a whole number")
-        for name in _WHOLE_OR_NONE:
-            require(getattr(self, name) is None or _is_whole(getattr(self, name)), name, "a whole number or None")
-        for name in _NUMBERS:
-            require(_is_number(getattr(self, name)), name, "a number")
-        for name in _FLAGS:
-            require(isinstance(getattr(self, name), bool), name, "True or False")
+        for each in fields(self):
+            if each.type in _KINDS:
+                is_kind, expectation = _KINDS[each.type]
+                require(is_kind(getattr(self, each.name)), each.name, expectation)
         require(self.n >= 1, "n", "at least 1")
         require(self.top_k >= -1, "top_k", "-1 or 0 (off) or positive")
         self._check_stops()
@@ -123,8 +108,7 @@ class SamplingParams:
         name, has_logprobs = self.rejection_sample_method, (self.logprobs, self.prompt_logprobs) != (None, None)
         default_mode = logprobs_mode if has_logprobs else LogprobsMode.RAW
         return EngineSamplingParams(
-            **{field: getattr(self, field) for field in _AS_THEY_ARE},
-            top_k=max(0, self.top_k),
+            **{each.name: getattr(self, each.name) for each in fields(CommonSampling)} | {"top_k": max(0, self.top_k)},
             max_tokens=max(max_model_len, self.min_tokens) if self.max_tokens is None else self.max_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             bad_words=bad_words,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 from typing import Any
 
 from outrider.cluster.hosted.vllm_settings import CAP_KEY, SALT_KEY, STORE_KEY
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
+    CommonSampling,
     GenerationRequest,
     LogprobsMode,
     SamplingParams,
@@ -16,6 +18,10 @@ from outrider.verifier_service.messages.request import (
     StructuredOutput,
 )
 from outrider.verifier_service.messages.structured_output import check_structured, with_guidance
+
+# `CommonSampling` has vLLM's names, but for what is ours
+_SAME = {each.name for each in fields(CommonSampling)} - {"choice_index", "num_speculative_tokens"}
+_SAME -= {"typical_epsilon", "typical_delta"}
 
 
 def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, Any]:
@@ -26,20 +32,11 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
     sampling, num_published = request.sampling, len(request.output_token_ids)
     _check(sampling, num_published, has_drafts=has_drafts)
     arguments: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        **{name: getattr(sampling, name) for name in _SAME},
         "seed": _seed(sampling, request.output_token_ids),
         "max_tokens": sampling.max_tokens - num_published,
         "min_tokens": max(0, sampling.min_tokens - num_published),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": sampling.logprobs,
-        "prompt_logprobs": sampling.prompt_logprobs,
         "detokenize": False,  # the gateway does
     }
     if sampling.allowed_token_ids:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Protocol
 
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -16,6 +17,41 @@ PROTOCOL_VERSION = 8
 LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`; with `is_open` without `low`. NaN is in none."""
+
+    low: float
+    high: float
+    is_open: bool = False
+    text: str = ""  # how an error says it; "": as a range
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.is_open and value == self.low)
+
+    def __str__(self) -> str:
+        return self.text or f"in {'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
+
+
+def within(default: float | None, low: float, high: float, *, is_open: bool = False, text: str = "") -> Any:
+    """Declare a number with its default and its bounds; None, where it is the default, is always allowed."""
+    return field(default=default, metadata={"range": Range(low, high, is_open, text)})
+
+
+@cache
+def ranges_of(kind: type) -> dict[str, Range]:
+    """Return the bounds of a dataclass's fields."""
+    return {each.name: each.metadata["range"] for each in fields(kind) if "range" in each.metadata}
+
+
+def check_ranges(params: Any) -> None:
+    """Raise `ValueError` naming the field that is out of its bounds."""
+    for name, allowed in ranges_of(type(params)).items():
+        value = getattr(params, name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name} must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +62,17 @@ class DraftSampling:
     under the shared counter-based noise (coupled sampling), also without draft_probs.
     """
 
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    choice_index: int = 0
+    temperature: float = within(1.0, 0, 100)
+    top_k: int = within(0, 0, math.inf, text="0 (off) or positive")
+    top_p: float = within(1.0, 0, 1, is_open=True)
+    min_p: float = within(0.0, 0, 1)
+    seed: int | None = within(None, -(1 << 63), (1 << 63) - 1, text="a 64-bit integer")
+    choice_index: int = within(
+        0, 0, math.inf, text="at least 0"
+    )  # which of the `n` choices of one prompt: see the noise
 
     def __post_init__(self) -> None:
-        check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-def check_sampling_shape(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Raise `ValueError` naming the field that is out of range."""
-    require(math.isfinite(temperature) and 0.0 <= temperature <= 100.0, "temperature", "in [0, 100]")
-    require(top_k >= 0, "top_k", "0 (off) or positive")
-    require(0.0 < top_p <= 1.0, "top_p", "in (0, 1]")
-    require(0.0 <= min_p <= 1.0, "min_p", "in [0, 1]")
+        check_ranges(self)
 
 
 def require(condition: bool, field_name: str, expectation: str) -> None:

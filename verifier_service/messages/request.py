@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 
-from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_sampling_shape, require
+from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_ranges, require, within
 from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
@@ -108,54 +109,47 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class CommonSampling(DraftSampling):
+    """What callers of `LLM` and the engine give alike."""
+
+    num_speculative_tokens: int | None = within(
+        None, 0, math.inf, text="at least 0"
+    )  # cap of drafts; None: the router's
+    presence_penalty: float = within(0.0, -2, 2)  # subtracted from the logit of every token that the output contains
+    frequency_penalty: float = within(0.0, -2, 2)  # subtracted once per occurrence in the output
+    # divides positive, multiplies negative logits of tokens in prompt or output
+    repetition_penalty: float = within(1.0, 0, 100, is_open=True)
+    min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
+    ignore_eos: bool = False
+    # the target probability must exceed min(epsilon, delta * exp(-entropy))
+    typical_epsilon: float = within(0.09, 0, 1, is_open=True)
+    typical_delta: float = within(0.3, 0, 1, is_open=True)
+    logprobs: int | None = within(None, 0, MAX_LOGPROBS)  # alternatives beside each output token; None: no logprobs
+    prompt_logprobs: int | None = within(None, 0, MAX_LOGPROBS)  # the same for each prompt token but the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(CommonSampling):
     """Sampling parameters. Raises `ValueError` naming the field that is out of range."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    choice_index: int = 0  # which of the `n` choices of one prompt: part of the noise key
-    max_tokens: int = 16
+    max_tokens: int = within(16, 1, math.inf, text="at least 1")
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    num_speculative_tokens: int | None = None  # upper bound of the draft length; 0: no drafts; None: the router decides
-    presence_penalty: float = 0.0  # subtracted from the logit of every token that the output contains
-    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output
     logit_bias: tuple[LogitBias, ...] = ()
-    min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     allowed_token_ids: tuple[int, ...] = ()  # no others; none: all
-    logprobs: int | None = None  # number of alternatives beside each output token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     structured: StructuredOutput | None = None
     thought: Thought | None = None  # which `structured` follows, or which is bounded; None: no thought matters
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
-    typical_epsilon: float = 0.09  # the target probability must exceed min(epsilon, delta * exp(-entropy))
-    typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
-        check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
-        require(self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(self.choice_index >= 0, "choice_index", "at least 0")
-        require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer")
-        require((self.num_speculative_tokens or 0) >= 0, "num_speculative_tokens", "at least 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]")
-        require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
+        check_ranges(self)
         require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
         require(all(-100.0 <= item.bias <= 100.0 for item in self.logit_bias), "logit_bias", "in [-100, 100]")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
         require(all(self.bad_words), "bad_words", "of one token or more each")
         num_bad_tokens, limit = sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS
         require(num_bad_tokens <= limit, "bad_words", f"at most {limit} tokens together")
-        require(0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "in (0, 1]")
-        require(0.0 < self.typical_delta <= 1.0, "typical_delta", "in (0, 1]")
-        for name in ("logprobs", "prompt_logprobs"):
-            require(0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
         is_of_law = self.logprobs_mode is LogprobsMode.RAW or not self.acceptance.is_lossy
         expected = f"{LogprobsMode.RAW} with rejection_sample_method {self.acceptance}, which draws from another law"
         require(is_of_law, "logprobs_mode", expected)
@@ -174,14 +168,7 @@ class SamplingParams:
     @property
     def of_draft(self) -> DraftSampling:
         """The part that drafters need."""
-        return DraftSampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            choice_index=self.choice_index,
-        )
+        return DraftSampling(**{each.name: getattr(self, each.name) for each in fields(DraftSampling)})
 
 
 class DisabledReason(enum.StrEnum):

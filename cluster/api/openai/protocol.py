@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from outrider.cluster.api.openai.chat_messages import Messages
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean, misspelt
+from outrider.cluster.gateway.client_fields import CLIENT_FIELDS, Texts, TokenIds, kind_of
 from outrider.cluster.gateway.kv_transfer import read_kv_transfer
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
@@ -86,7 +86,6 @@ _INSTEAD = {
 }
 
 BodyT = TypeVar("BodyT", bound="ModelBody")
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error is enough for a long list
 
 
 class StreamOptions(BaseModel):
@@ -118,52 +117,33 @@ class ModelBody(BaseModel):
         return tuple(f"{name}: unknown here, passed over" for name in extra if extra[name] and name not in known)
 
 
+def with_client_fields(names: Mapping[str, str]) -> Callable[[type[BodyT]], type[BodyT]]:
+    """Add fields to a body: `names` has each `ClientFields`' name in the body."""
+    added: dict[str, Any] = {name: (kind_of(ours), None) for ours, name in names.items()}
+
+    def add(body: type[BodyT]) -> type[BodyT]:
+        about = {"__module__": body.__module__, "__doc__": body.__doc__}
+        whole: type[BodyT] = create_model(body.__name__, __base__=body, **about, **added)
+        return whole
+
+    return add
+
+
+@with_client_fields({name: name for name in CLIENT_FIELDS})
 class GenerationBody(ModelBody):
     """The fields of both completions and chat completions."""
 
     passes_over_unknown = True
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    prompt_logprobs: int | None = None
-    logprobs_mode: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
-    target_inter_token_ms: float | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    history_key: str | None = None
-    store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    disable_spec_decode: bool | None = Field(
-        default=None, validation_alias=AliasChoices("disable_spec_decode", "disable_speculative_decoding")
-    )
-    num_speculative_tokens: int | None = None
-    rejection_sample_method: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -178,14 +158,13 @@ class GenerationBody(ModelBody):
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the fields that have the same name in `RequestInput`."""
-        shared = {field.name for field in dataclasses.fields(RequestInput)} & GenerationBody.model_fields.keys()
-        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("model", *CLIENT_FIELDS)}
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
         if structure is not None:
             fields |= {"structured": structure.output}
         return fields | {
             "warnings": (*self.unread_warnings(), *(() if structure is None else structure.warnings)),
-            "logit_bias": token_biases(self.logit_bias or {}),
+            "logit_bias": token_biases(fields["logit_bias"] or {}),
             "kv_transfer": read_kv_transfer(self.kv_transfer_params, stream=bool(self.stream)),
         }
 
@@ -199,9 +178,7 @@ def token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
 
 
 class CompletionBody(GenerationBody):
-    prompt: (
-        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -216,12 +193,11 @@ class CompletionBody(GenerationBody):
         return list(prompt)  # type: ignore[arg-type]
 
     def inputs(self, request_id: str) -> list[RequestInput]:
-        prompts = self.prompts()
-        if len(prompts) * (self.n or 1) > MAX_TOTAL_CHOICES:
+        prompts, fields = self.prompts(), self.shared_fields()
+        if len(prompts) * (fields["n"] or 1) > MAX_TOTAL_CHOICES:
             raise InvalidRequest(f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}", "n")
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-        fields = {
-            **self.shared_fields(),
+        fields |= {
             "logprobs": self.logprobs,
             "echo": self.echo,
             "add_special_tokens": self.add_special_tokens is not False,

@@ -13,6 +13,7 @@ from outrider.cluster.api.openai.chat_messages import text_of_part, thought_of_p
 from outrider.cluster.api.openai.protocol import ChatBody, ModelBody, StreamOptions, parse_body
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import misspelt
+from outrider.cluster.gateway.client_fields import RESPONSES, named_at
 
 MAX_ITEMS = 4096
 MAX_METADATA = 16  # entries, as OpenAI
@@ -44,11 +45,8 @@ class ResponsesBody(ModelBody):
     passes_over_unknown = True
     passed_fields = frozenset(
         (
-            *("top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-            *("stop", "ignore_eos", "min_tokens", "priority", "target_inter_token_ms", "session_id", "cache_salt"),
-            "history_key",
-            *("bad_words", "disable_spec_decode", "num_speculative_tokens", "chat_template_kwargs", "prediction"),
-            *("include_reasoning", "thinking_token_budget", "allowed_token_ids", "stop_token_ids"),
+            *named_at(RESPONSES),
+            *("chat_template_kwargs", "prediction", "include_reasoning", "thinking_token_budget"),
         )
     )
 

@@ -12,8 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from outrider.cluster.api.openai.protocol import MAX_PROMPTS, ModelBody, TokenIds, parse_body, token_biases
+from outrider.cluster.api.openai.protocol import (
+    MAX_PROMPTS,
+    ModelBody,
+    parse_body,
+    token_biases,
+    with_client_fields,
+)
 from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.client_fields import SGLANG, TokenIds, named_at
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import openai_structure
 
@@ -32,6 +39,10 @@ def parse_native(body: object, kind: type[BodyT]) -> BodyT:
     return parse_body(body, kind)
 
 
+_NAMES = named_at(SGLANG)
+
+
+@with_client_fields(_NAMES)
 class NativeSampling(ModelBody):
     """`sampling_params` of /generate."""
 
@@ -39,45 +50,22 @@ class NativeSampling(ModelBody):
         ("custom_params", "stream_interval", "spaces_between_special_tokens")  # without effect on the tokens
     )
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `RequestInput`."""
-        same = (
-            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-            *("repetition_penalty", "n", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-        )
         guided = {"guided_json": self.json_schema, "guided_regex": self.regex, "guided_grammar": self.ebnf}
         structure = openai_structure(guided)
-        max_tokens = DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        given = {ours: getattr(self, name) for ours, name in _NAMES.items()}
+        max_tokens = DEFAULT_NEW_TOKENS if given["max_tokens"] is None else given["max_tokens"]
         return {
-            **{name: getattr(self, name) for name in same},
+            **given,
             "max_tokens": max_tokens,
             "max_tokens_field": "max_new_tokens",
             "echo": True if max_tokens == 0 else None,  # only the prompt is scored
-            "min_tokens": self.min_new_tokens,
-            "include_stop_str_in_output": self.no_stop_trim,
-            "logit_bias": token_biases(self.logit_bias or {}),
-            "seed": self.sampling_seed,
+            "logit_bias": token_biases(given["logit_bias"] or {}),
             **({} if structure is None else {"structured": structure.output, "warnings": structure.warnings}),
         }
 

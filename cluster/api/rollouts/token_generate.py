@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.openai.format import metrics_object, usage_object
-from outrider.cluster.api.openai.protocol import GenerationBody, ModelBody, TokenIds, parse_body
+from outrider.cluster.api.openai.protocol import GenerationBody, ModelBody, parse_body
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
+from outrider.cluster.gateway.client_fields import TokenIds
 from outrider.cluster.gateway.logprobs_format import finite, id_name, prompt_logprobs
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.verifier_service.messages.request import FinishReason, TokenLogprobs
