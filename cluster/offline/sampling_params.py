@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
@@ -23,11 +24,11 @@ from outrider.verifier_service.messages.structured_output import check_structure
 MAX_TOKEN_ID = (1 << 31) - 1
 ANY_LENGTH = 1 << 31  # of an unknown model
 _FIELD = "structured_outputs"
-_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of fields, by their annotation
-    "int": (lambda value: _is_whole(value), "a whole number"),
-    "int | None": (lambda value: value is None or _is_whole(value), "a whole number or None"),
-    "float": (lambda value: _is_number(value), "a number"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
+_KINDS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (lambda value: _is_whole(value), "a whole number"),
+    int | None: (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    float: (lambda value: _is_number(value), "a number"),
+    bool: (lambda value: isinstance(value, bool), "True or False"),
 }
 
 
@@ -55,10 +56,8 @@ class SamplingParams(CommonSampling):
     rejection_sample_method: str | None = None  # standard, block or typical; None: the LLM's
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.type in _KINDS:
-                is_kind, expectation = _KINDS[each.type]
-                require(is_kind(getattr(self, each.name)), each.name, expectation)
+        for name, (is_kind, expectation) in _kinds().items():
+            require(is_kind(getattr(self, name)), name, expectation)
         require(self.n >= 1, "n", "at least 1")
         require(self.top_k >= -1, "top_k", "-1 or 0 (off) or positive")
         self._check_stops()
@@ -118,6 +117,12 @@ class SamplingParams(CommonSampling):
             acceptance=acceptance if name is None else AcceptanceRule(name),
             logprobs_mode=default_mode if self.logprobs_mode is None else LogprobsMode(self.logprobs_mode),
         )
+
+
+@cache
+def _kinds() -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """Return what the fields of plain types must be."""
+    return {name: _KINDS[hint] for name, hint in get_type_hints(SamplingParams).items() if hint in _KINDS}
 
 
 def _structured(value: Mapping[str, Any] | StructuredOutput | None) -> StructuredOutput | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, get_type_hints
 
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -35,19 +35,16 @@ class Range:
         return self.text or f"in {'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
 
 
-def within(default: float | None, low: float, high: float, *, is_open: bool = False, text: str = "") -> Any:
-    """Declare a number with its default and its bounds; None, where it is the default, is always allowed."""
-    return field(default=default, metadata={"range": Range(low, high, is_open, text)})
-
-
 @cache
 def ranges_of(kind: type) -> dict[str, Range]:
-    """Return the bounds of a dataclass's fields."""
-    return {each.name: each.metadata["range"] for each in fields(kind) if "range" in each.metadata}
+    """Return the bounds of a dataclass's fields: those that are annotated with a `Range`."""
+    hints = get_type_hints(kind, include_extras=True)
+    noted = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: note for name, note in noted.items() if isinstance(note, Range)}
 
 
 def check_ranges(params: Any) -> None:
-    """Raise `ValueError` naming the field that is out of its bounds."""
+    """Raise `ValueError` naming the field that is out of its bounds; None, where a field may be that, is in all."""
     for name, allowed in ranges_of(type(params)).items():
         value = getattr(params, name)
         if value is not None and value not in allowed:
@@ -62,14 +59,12 @@ class DraftSampling:
     under the shared counter-based noise (coupled sampling), also without draft_probs.
     """
 
-    temperature: float = within(1.0, 0, 100)
-    top_k: int = within(0, 0, math.inf, text="0 (off) or positive")
-    top_p: float = within(1.0, 0, 1, is_open=True)
-    min_p: float = within(0.0, 0, 1)
-    seed: int | None = within(None, -(1 << 63), (1 << 63) - 1, text="a 64-bit integer")
-    choice_index: int = within(
-        0, 0, math.inf, text="at least 0"
-    )  # which of the `n` choices of one prompt: see the noise
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    top_k: Annotated[int, Range(0, math.inf, text="0 (off) or positive")] = 0
+    top_p: Annotated[float, Range(0, 1, is_open=True)] = 1.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    seed: Annotated[int | None, Range(-(1 << 63), (1 << 63) - 1, text="a 64-bit integer")] = None
+    choice_index: Annotated[int, Range(0, math.inf, text="at least 0")] = 0  # of a prompt's `n`: part of the noise key
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -6,8 +6,9 @@ import enum
 import itertools
 import math
 from dataclasses import dataclass, field, fields
+from typing import Annotated
 
-from outrider.verifier_service.messages.draft import Draft, DraftSampling, SparseRow, check_ranges, require, within
+from outrider.verifier_service.messages.draft import Draft, DraftSampling, Range, SparseRow, check_ranges, require
 from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
@@ -112,27 +113,28 @@ class StructuredOutput:
 class CommonSampling(DraftSampling):
     """What callers of `LLM` and the engine give alike."""
 
-    num_speculative_tokens: int | None = within(
-        None, 0, math.inf, text="at least 0"
-    )  # cap of drafts; None: the router's
-    presence_penalty: float = within(0.0, -2, 2)  # subtracted from the logit of every token that the output contains
-    frequency_penalty: float = within(0.0, -2, 2)  # subtracted once per occurrence in the output
+    # upper bound of the draft length; 0: no drafts; None: the router decides
+    num_speculative_tokens: Annotated[int | None, Range(0, math.inf, text="at least 0")] = None
+    # subtracted from the logit of every token that the output contains, and once per occurrence
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
     # divides positive, multiplies negative logits of tokens in prompt or output
-    repetition_penalty: float = within(1.0, 0, 100, is_open=True)
+    repetition_penalty: Annotated[float, Range(0, 100, is_open=True)] = 1.0
     min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
     ignore_eos: bool = False
     # the target probability must exceed min(epsilon, delta * exp(-entropy))
-    typical_epsilon: float = within(0.09, 0, 1, is_open=True)
-    typical_delta: float = within(0.3, 0, 1, is_open=True)
-    logprobs: int | None = within(None, 0, MAX_LOGPROBS)  # alternatives beside each output token; None: no logprobs
-    prompt_logprobs: int | None = within(None, 0, MAX_LOGPROBS)  # the same for each prompt token but the first
+    typical_epsilon: Annotated[float, Range(0, 1, is_open=True)] = 0.09
+    typical_delta: Annotated[float, Range(0, 1, is_open=True)] = 0.3
+    # number of alternatives beside each output token, and beside each prompt token but the first; None: no logprobs
+    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(CommonSampling):
     """Sampling parameters. Raises `ValueError` naming the field that is out of range."""
 
-    max_tokens: int = within(16, 1, math.inf, text="at least 1")
+    max_tokens: Annotated[int, Range(1, math.inf, text="at least 1")] = 16
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[LogitBias, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
