@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 from outrider.cluster.monitoring.metrics import LABELS, OWN_PREFIX, Definition
 from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, VerifierReport, VerifierState
-from outrider.verifier_service.messages.histogram import HistogramCounts
+from outrider.verifier_service.messages.counts import EngineCounters, FetchCounts, HistogramCounts, Metric, metrics_of
+from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
+from outrider.verifier_service.messages.engine import EngineLoad
 
 Value = float | HistogramCounts
 Rows = Iterable[tuple[tuple[str, ...], Value]]  # (label values after model_name, sample)
@@ -24,39 +27,77 @@ class FleetMetric:
     read: Callable[[FleetSnapshot, float], Rows]  # the second argument is the time
 
 
-def of_verifiers(
-    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value | None], has_alias: bool = False
-) -> FleetMetric:
-    """Define a metric with one value per verifier; None: no sample."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Dataclasses of a snapshot whose fields have metrics: their class, and each with its replica's id."""
+
+    kind: type
+    owners: Callable[[FleetSnapshot], Iterable[tuple[str, Any]]]
+
+    def metrics(self, *names: str) -> list[FleetMetric]:
+        """Return the metrics of these fields, in order."""
+        return [self._metric(name, metrics_of(self.kind)[name]) for name in names]
+
+    def _metric(self, name: str, metric: Metric) -> FleetMetric:
+        is_histogram = get_type_hints(self.kind)[name] is HistogramCounts
+        definition = Definition(
+            name=metric.name,
+            kind="gauge" if metric.is_gauge else "histogram" if is_histogram else "counter",
+            formula=metric.formula,
+            labels=(*LABELS, metric.by) if metric.by else LABELS,
+            has_alias=metric.has_alias,
+        )
+
+        def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
+            for replica, owner in self.owners(snapshot):
+                value = None if owner is None else getattr(owner, name)
+                if metric.by:
+                    yield from (((replica, key), count) for key, count in value.items())
+                elif value is not None:
+                    yield (replica,), value
+
+        return FleetMetric(definition, rows)
+
+
+LOAD = Shown(EngineLoad, lambda snapshot: ((each.verifier_id, each.load) for each in _verifiers(snapshot)))
+COUNTERS = Shown(
+    EngineCounters, lambda snapshot: ((each.verifier_id, each.load.counters) for each in _verifiers(snapshot))
+)
+FETCHES = Shown(
+    FetchCounts, lambda snapshot: ((each.verifier_id, each.load.counters.fetches) for each in _verifiers(snapshot))
+)
+DRAFTER_LOAD = Shown(DrafterLoad, lambda snapshot: ((each.drafter_id, each.load) for each in _drafters(snapshot)))
+DRAFTER_COUNTERS = Shown(
+    DrafterCounters, lambda snapshot: ((each.drafter_id, each.load.counters) for each in _drafters(snapshot))
+)
+
+
+def _verifiers(snapshot: FleetSnapshot) -> Iterator[VerifierReport]:
+    return (state.report for state in snapshot.verifiers)
+
+
+def _drafters(snapshot: FleetSnapshot) -> Iterator[DrafterReport]:
+    return (state.report for state in snapshot.drafters)
+
+
+def of_verifiers(name: str, formula: str, read: Callable[[VerifierState], float | None]) -> FleetMetric:
+    """Define a gauge with one value per verifier; None: no sample."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
         values = ((state.report.verifier_id, read(state)) for state in snapshot.verifiers)
         return [((verifier_id,), value) for verifier_id, value in values if value is not None]
 
-    return FleetMetric(Definition(name=name, kind=kind, formula=formula, has_alias=has_alias), rows)
-
-
-def of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterReport], Value]) -> FleetMetric:
-    """Define a metric with one value per drafter."""
-
-    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        return [((state.report.drafter_id,), read(state.report)) for state in snapshot.drafters]
-
-    return FleetMetric(Definition(name=name, kind=kind, formula=formula), rows)
+    return FleetMetric(Definition(name=name, kind="gauge", formula=formula), rows)
 
 
 def of_verifiers_by(
-    label: str,
-    name: str,
-    kind: str,
-    formula: str,
-    read: Callable[[VerifierReport], Iterable[tuple[str, Value]]],
+    label: str, name: str, kind: str, formula: str, read: Callable[[VerifierReport], Iterable[tuple[str, float | None]]]
 ) -> FleetMetric:
-    """Define a metric of verifiers with one more label; `read` yields (label value, sample)."""
+    """Define a metric of verifiers with one more label; `read` yields (label value, sample). None: no sample."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        reports = (state.report for state in snapshot.verifiers)
-        return [((report.verifier_id, key), value) for report in reports for key, value in read(report)]
+        values = ((report.verifier_id, key, value) for report in _verifiers(snapshot) for key, value in read(report))
+        return [((verifier_id, key), value) for verifier_id, key, value in values if value is not None]
 
     return FleetMetric(Definition(name=name, kind=kind, formula=formula, labels=(*LABELS, label)), rows)
 

@@ -7,38 +7,32 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from outrider.cluster.monitoring.expert_metrics import EXPERTS
 from outrider.cluster.monitoring.fleet_load import tokens_per_accelerator
 from outrider.cluster.monitoring.fleet_metric import (
+    COUNTERS,
+    DRAFTER_COUNTERS,
+    DRAFTER_LOAD,
+    FETCHES,
+    LOAD,
     FleetMetric,
     Rows,
-    Value,
     add_sample,
     family_of,
-    of_drafters,
     of_verifiers,
     of_verifiers_by,
 )
-from outrider.cluster.monitoring.handover_metrics import HANDOVERS
 from outrider.cluster.monitoring.learner_metrics import LEARNERS
 from outrider.cluster.monitoring.metrics import LABELS, Definition, alias_of
-from outrider.cluster.monitoring.update_metrics import UPDATES
-from outrider.cluster.router.fleet import FleetSnapshot, ReplicaState, VerifierReport
+from outrider.cluster.router.fleet import FleetSnapshot, ReplicaState
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.engine import BreakerState
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 CIRCUIT_STATES = {BreakerState.CLOSED.value: 0.0, BreakerState.HALF_OPEN.value: 1.0, BreakerState.OPEN.value: 2.0}
-
-
-def _yields(report: VerifierReport) -> Iterable[tuple[str, Value]]:
-    for known in report.load.drafters:
-        if known.accepted_per_round is not None:
-            yield known.drafter_id, known.accepted_per_round
 
 
 def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
@@ -89,60 +83,17 @@ def _tokens_per_accelerator(snapshot: FleetSnapshot, now_s: float) -> Rows:
     return [] if per_second is None else [((), per_second)]
 
 
+def _draft_seconds(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((state.report.drafter_id,), state.report.load.mean_draft_s or 0.0) for state in snapshot.drafters]
+
+
 def _snapshot_age(snapshot: FleetSnapshot, now_s: float) -> Rows:
     return [((), max(0.0, now_s - snapshot.decided_at_s))]
 
 
-_LOAD = (
-    of_verifiers(
-        "num_requests_running",
-        "gauge",
-        "Requests that hold KV in a verifier",
-        lambda state: state.report.load.num_running,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "num_requests_waiting",
-        "gauge",
-        "Requests in a verifier's queue",
-        lambda state: state.report.load.num_waiting,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "kv_cache_usage_perc",
-        "gauge",
-        "KV blocks in use / KV blocks, 0 to 1",
-        lambda state: state.report.load.kv_usage,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "prefix_cache_queries",
-        "counter",
-        "Tokens of admitted requests that were looked up in the prefix cache",
-        lambda state: state.report.load.counters.num_prefix_queried_tokens,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "prefix_cache_hits",
-        "counter",
-        "Tokens found in the prefix cache; rate = this / prefix_cache_queries",
-        lambda state: state.report.load.counters.num_prefix_hit_tokens,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "num_preemptions",
-        "counter",
-        "Times a request's KV was taken away for an older one",
-        lambda state: state.report.load.counters.num_preemptions,
-        has_alias=True,
-    ),
-    of_verifiers(
-        "request_queue_time_seconds",
-        "histogram",
-        "Begin of a request's first step - time the verifier received it",
-        lambda state: state.report.load.counters.queue_s,
-        has_alias=True,
-    ),
+_METRICS = (
+    *LOAD.metrics("num_running", "num_waiting", "kv_usage"),
+    *COUNTERS.metrics("num_prefix_queried_tokens", "num_prefix_hit_tokens", "num_preemptions", "queue_s"),
     FleetMetric(
         Definition(
             name="pool_replicas",
@@ -161,69 +112,10 @@ _LOAD = (
         ),
         _snapshot_age,
     ),
-)
-
-_STEPS = (
-    of_verifiers(
-        "verify_step_seconds",
-        "histogram",
-        "Time of a verifier's step, from scheduling to the last ask for a draft",
-        lambda state: state.report.load.counters.step_s,
-    ),
-    of_verifiers(
-        "verify_idle_seconds",
-        "counter",
-        "Time without a step because every request waited for its draft",
-        lambda state: state.report.load.counters.idle_s,
-    ),
-    of_verifiers(
-        "verify_idle_share",
-        "gauge",
-        "Share of the last two seconds without a step because every request waited for its draft",
-        lambda state: state.report.load.verify_idle_share,
-    ),
-    of_verifiers(
-        "verify_knee_tokens",
-        "gauge",
-        "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
-        lambda state: state.report.load.knee,
-    ),
-    of_verifiers(
-        "verify_extrapolated_steps",
-        "counter",
-        "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
-        lambda state: state.report.load.counters.num_extrapolated_steps,
-    ),
-    of_verifiers(
-        "verify_scheduled_tokens",
-        "counter",
-        "Tokens computed by the target model, drafts included",
-        lambda state: state.report.load.counters.num_scheduled_tokens,
-    ),
-    of_verifiers(
-        "verify_committed_tokens",
-        "counter",
-        "Output tokens committed; throughput is its rate",
-        lambda state: state.report.load.counters.num_committed_tokens,
-    ),
-    of_verifiers(
-        "verify_drafts",
-        "counter",
-        "Drafts that a verifier verified",
-        lambda state: state.report.load.counters.num_drafts,
-    ),
-    of_verifiers(
-        "verify_draft_tokens",
-        "counter",
-        "Draft tokens that a verifier verified",
-        lambda state: state.report.load.counters.num_draft_tokens,
-    ),
-    of_verifiers(
-        "verify_accepted_tokens",
-        "counter",
-        "Draft tokens that a verifier accepted; accepted per position = this / verify_draft_tokens",
-        lambda state: state.report.load.counters.num_accepted_tokens,
-    ),
+    *COUNTERS.metrics("step_s", "idle_s"),
+    *LOAD.metrics("verify_idle_share", "knee"),
+    *COUNTERS.metrics("num_extrapolated_steps", "num_scheduled_tokens", "num_committed_tokens"),
+    *COUNTERS.metrics("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
     FleetMetric(
         Definition(
             name="tokens_per_second_per_accelerator",
@@ -233,152 +125,6 @@ _STEPS = (
         ),
         _tokens_per_accelerator,
     ),
-)
-
-_DRAFTING = (
-    FleetMetric(
-        Definition(
-            name="router_spec_decisions",
-            kind="counter",
-            formula="Decisions on new requests, and changes of them; decision is on or off, reason says why",
-            labels=("model_name", "decision", "reason"),
-        ),
-        _decisions,
-    ),
-    FleetMetric(
-        Definition(
-            name="router_placements",
-            kind="counter",
-            formula="New requests that gateways placed, by why they went to their verifier",
-            labels=("model_name", "reason"),
-        ),
-        _placements,
-    ),
-    of_verifiers(
-        "price",
-        "gauge",
-        "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
-        "what the router goes by: the verifier's own, or the KV pressure where that is more; none while nobody decodes",
-        lambda state: state.price,
-    ),
-    of_verifiers(
-        "draft_length",
-        "gauge",
-        "Draft tokens that the router's plan allows a new request of a verifier; 0: speculation is off",
-        lambda state: state.default_plan.draft_length,
-    ),
-    of_verifiers(
-        "draft_length_mean",
-        "gauge",
-        "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of plans",
-        lambda state: state.report.load.draft_length_mean,
-    ),
-    of_verifiers(
-        "draft_rtt_seconds",
-        "histogram",
-        "Time from asking a drafter to its draft, of rounds answered in time",
-        lambda state: state.report.load.counters.round_trip_s,
-    ),
-    of_verifiers(
-        "draft_lateness_seconds",
-        "histogram",
-        "Arrival of a draft - its deadline, of drafts that missed it",
-        lambda state: state.report.load.counters.lateness_s,
-    ),
-    of_verifiers(
-        "drafts_stale",
-        "counter",
-        "Drafts dropped because their round was over",
-        lambda state: state.report.load.counters.num_stale_drafts,
-    ),
-    of_verifiers_by(
-        "reason",
-        "draft_fallback",
-        "counter",
-        "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
-        lambda report: report.load.counters.fallbacks.items(),
-    ),
-    of_verifiers(
-        "draft_resyncs",
-        "counter",
-        "Times a drafter asked for a request's whole prefix again",
-        lambda state: state.report.load.counters.num_resyncs,
-    ),
-    of_verifiers_by(
-        "transport",
-        "draft_state_bytes",
-        "counter",
-        "Bytes of the target's hidden states sent to drafters, by transport",
-        lambda report: report.load.counters.num_state_bytes.items(),
-    ),
-    of_verifiers(
-        "draft_tensor_fallbacks",
-        "counter",
-        "Hidden states that went in frames because their channel was full or had failed",
-        lambda state: state.report.load.counters.num_tensor_fallbacks,
-    ),
-    of_verifiers_by(
-        "drafter",
-        "drafter_circuit_state",
-        "gauge",
-        "A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
-        lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.load.circuits],
-    ),
-    of_verifiers_by(
-        "drafter",
-        "draft_yield",
-        "gauge",
-        "Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
-        _yields,
-    ),
-    FleetMetric(
-        Definition(
-            name="link_bad_frames",
-            kind="counter",
-            formula="Frames of the verifier-drafter link that could not be decoded, by the role of who received them",
-            labels=(*LABELS, "role"),
-        ),
-        _bad_frames,
-    ),
-    of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.load.num_sessions),
-    of_drafters(
-        "draft_queue_depth", "gauge", "Asks that a drafter has not answered", lambda report: report.load.queue_depth
-    ),
-    of_drafters(
-        "drafter_draft_seconds",
-        "gauge",
-        "Smoothed time from an ask to its draft inside the drafter",
-        lambda report: report.load.mean_draft_s or 0.0,
-    ),
-    of_drafters(
-        "drafter_drafts", "counter", "Asks that a drafter answered", lambda report: report.load.counters.num_drafts
-    ),
-    of_drafters(
-        "drafter_draft_tokens",
-        "counter",
-        "Tokens that a drafter drafted",
-        lambda report: report.load.counters.num_draft_tokens,
-    ),
-    of_drafters(
-        "speculation_cache_hits",
-        "counter",
-        "Asks that a drafter answered at once, having drafted ahead for that outcome; rate = this / (this + misses)",
-        lambda report: report.load.counters.num_cache_hits,
-    ),
-    of_drafters(
-        "speculation_cache_misses",
-        "counter",
-        "Asks of an outcome that a drafter had not drafted ahead for, though it had for others",
-        lambda report: report.load.counters.num_cache_misses,
-    ),
-    of_drafters(
-        "drafter_evicted_sessions",
-        "counter",
-        "Sessions that a drafter dropped for want of room",
-        lambda report: report.load.counters.num_evicted_sessions,
-    ),
-)
-_GRAPHS = (
     FleetMetric(
         Definition(
             name="graph_steps",
@@ -406,8 +152,107 @@ _GRAPHS = (
         ),
         _capture_seconds,
     ),
+    FleetMetric(
+        Definition(
+            name="router_spec_decisions",
+            kind="counter",
+            formula="Decisions on new requests, and changes of them; decision is on or off, reason says why",
+            labels=("model_name", "decision", "reason"),
+        ),
+        _decisions,
+    ),
+    FleetMetric(
+        Definition(
+            name="router_placements",
+            kind="counter",
+            formula="New requests that gateways placed, by why they went to their verifier",
+            labels=("model_name", "reason"),
+        ),
+        _placements,
+    ),
+    of_verifiers(
+        "price",
+        "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
+        "what the router goes by: the verifier's own, or the KV pressure where that is more; none while nobody decodes",
+        lambda state: state.price,
+    ),
+    of_verifiers(
+        "draft_length",
+        "Draft tokens that the router's plan allows a new request of a verifier; 0: speculation is off",
+        lambda state: state.default_plan.draft_length,
+    ),
+    *LOAD.metrics("draft_length_mean"),
+    *COUNTERS.metrics("round_trip_s", "lateness_s", "num_stale_drafts", "fallbacks", "num_resyncs"),
+    *COUNTERS.metrics("num_state_bytes", "num_tensor_fallbacks"),
+    of_verifiers_by(
+        "drafter",
+        "drafter_circuit_state",
+        "gauge",
+        "A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
+        lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.load.circuits],
+    ),
+    of_verifiers_by(
+        "drafter",
+        "draft_yield",
+        "gauge",
+        "Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
+        lambda report: [(known.drafter_id, known.accepted_per_round) for known in report.load.drafters],
+    ),
+    FleetMetric(
+        Definition(
+            name="link_bad_frames",
+            kind="counter",
+            formula="Frames of the verifier-drafter link that could not be decoded, by the role of who received them",
+            labels=(*LABELS, "role"),
+        ),
+        _bad_frames,
+    ),
+    *DRAFTER_LOAD.metrics("num_sessions", "queue_depth"),
+    FleetMetric(
+        Definition(
+            name="drafter_draft_seconds",
+            kind="gauge",
+            formula="Smoothed time from an ask to its draft inside the drafter",
+        ),
+        _draft_seconds,
+    ),
+    *DRAFTER_COUNTERS.metrics("num_drafts", "num_draft_tokens"),
+    *DRAFTER_COUNTERS.metrics("num_cache_hits", "num_cache_misses", "num_evicted_sessions"),
+    *COUNTERS.metrics("num_given", "num_given_bytes", "refused_takes", "num_taken"),
+    *FETCHES.metrics("num_taken", "num_hits", "num_fetched"),
+    of_verifiers(
+        "generation_paused",
+        "1: a trainer has paused a verifier, which runs no step; 0: it has not",
+        lambda state: int(state.report.load.is_paused),
+    ),
+    of_verifiers(
+        "weights_broken",
+        "1: an update of a verifier's weights broke off half-way, and it serves nothing until a whole one; 0: none did",
+        lambda state: int(state.report.load.weights_error is not None),
+    ),
+    of_verifiers_by(
+        "drafter",
+        "drafter_updates_behind",
+        "gauge",
+        "Updates of a verifier's weights that a drafter has not followed; no sample where it has no weights of its own",
+        lambda report: [(known.drafter_id, known.num_updates_behind) for known in report.load.drafters],
+    ),
+    of_verifiers_by(
+        "weight_version",
+        "version_draft_tokens",
+        "counter",
+        "Draft tokens that a version of a verifier's weights verified; the last four versions",
+        lambda report: [(each.weight_version, each.num_draft_tokens) for each in report.load.counters.by_version],
+    ),
+    of_verifiers_by(
+        "weight_version",
+        "version_accepted_tokens",
+        "counter",
+        "Draft tokens that a version of a verifier's weights accepted; acceptance = this / version_draft_tokens",
+        lambda report: [(each.weight_version, each.num_accepted_tokens) for each in report.load.counters.by_version],
+    ),
+    *LEARNERS,
 )
-_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING, *HANDOVERS, *EXPERTS, *UPDATES, *LEARNERS)
 FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 

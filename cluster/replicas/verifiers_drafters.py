@@ -9,14 +9,10 @@ from typing import Protocol
 
 from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.verifier_service.links.link_pool import LinkPool
-from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, Relay, SetPlans
+from outrider.verifier_service.messages.counts import DraftingCounters, EngineCounters
+from outrider.verifier_service.messages.engine import EngineLoad, Relay, SetPlans
 
 FRESH_S = 2.0  # a plug-in reports four times a second: an older report is of a dead one
-# counted by the plug-in; the engine counts the rest, of which the plug-in sees the drafted part only
-_PLUGINS_COUNTERS = (
-    *("num_asks", "num_asked_tokens", "num_bad_frames", "num_stale_drafts", "num_resyncs", "fallbacks"),
-    *("num_state_bytes", "num_tensor_fallbacks", "idle_s", "num_extrapolated_steps", "round_trip_s", "lateness_s"),
-)
 
 
 class Drafters(Protocol):
@@ -125,7 +121,9 @@ class PluginsDrafters:
 
 
 def _counted_by_both(engine: EngineCounters, plugin: EngineCounters) -> EngineCounters:
-    return dataclasses.replace(engine, **{name: getattr(plugin, name) for name in _PLUGINS_COUNTERS})
+    """Return the plug-in's counters of drafting, and the engine's of the rest, whose drafted part the plug-in sees."""
+    drafted = {each.name: getattr(plugin, each.name) for each in dataclasses.fields(DraftingCounters)}
+    return dataclasses.replace(engine, **drafted)
 
 
 def _described_by_both(engine: EngineLoad, plugin: EngineLoad) -> EngineLoad:

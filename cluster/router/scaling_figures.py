@@ -10,8 +10,9 @@ from collections.abc import Hashable, Mapping
 
 from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
 from outrider.cluster.router.fleet import LACKS_DRAFTER
+from outrider.verifier_service.messages.counts import EngineCounters
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad
+from outrider.verifier_service.messages.engine import EngineLoad
 from outrider.verifier_service.messages.request import SpeculationPlan
 
 Figures = Mapping[str, Mapping[Hashable, float]]  # {figure: {replica: value}}, as in Serve's contexts

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
-from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, RequestLoad
+from outrider.verifier_service.messages.counts import EngineCounters
+from outrider.verifier_service.messages.engine import EngineLoad, RequestLoad
 
 MAX_STEP_S = 10.0  # a longer time between two steps is a pause
 

@@ -21,8 +21,8 @@ from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.paged_state import StateT, Step
 from outrider.drafter_service.engine.speculation_cache import SpeculationCache, can_branch
 from outrider.drafter_service.engine.tree_growth import Growth, answer_of
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 
 # Of states whose chains have just been given a token, how many tokens more each chain may be given unread.

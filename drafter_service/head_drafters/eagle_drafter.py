@@ -37,8 +37,8 @@ from outrider.drafter_service.head_drafters.head_batch import (
     pack_pairs,
 )
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 
 class HeadForward:

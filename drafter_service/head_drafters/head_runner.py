@@ -19,8 +19,8 @@ from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.paged_metadata import fill_placeholders

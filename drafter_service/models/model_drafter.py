@@ -33,8 +33,8 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
-from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.messages.counts import GraphCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

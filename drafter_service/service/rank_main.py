@@ -36,6 +36,7 @@ from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import (
     Control,
@@ -44,7 +45,6 @@ from outrider.verifier_service.messages.engine import (
     Relay,
     WeightChange,
 )
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import read_description, resolve_description

@@ -15,7 +15,7 @@ from outrider.cluster.router.autoscaling import (
 )
 from outrider.cluster.router.fleet import DrafterReport, VerifierReport
 from outrider.cluster.router.scaling_figures import knee_fill
-from outrider.verifier_service.messages.engine import EngineCounters
+from outrider.verifier_service.messages.counts import EngineCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,9 @@ from outrider.cluster.router.fleet import (
     VerifierState,
 )
 from outrider.drafter_service.learning.messages import LearnerStatus, Phase, VersionRecord
+from outrider.verifier_service.messages.counts import FetchCounts, GraphCounts, HistogramCounts, VersionCounts
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
-from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters, VersionCounts
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
-from outrider.verifier_service.messages.graph_counts import GraphCounts
-from outrider.verifier_service.messages.histogram import HistogramCounts
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
 DECIDED_AT_S = 1000.0

@@ -24,6 +24,7 @@ from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.served_texts import ServedTexts
 from outrider.verifier_service.drafting.state_source import StateSource, unsent_states
+from outrider.verifier_service.messages.counts import Histogram
 from outrider.verifier_service.messages.draft import (
     NO_NEEDS,
     Close,
@@ -37,7 +38,6 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
-from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import AskLength, DraftPricing
 

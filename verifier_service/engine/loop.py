@@ -308,10 +308,7 @@ def engine_load(
         draft_length_mean=rates.draft_length_mean,
         verify_idle_share=rates.idle_share,
         counters=replace(
-            counters_of(engine.stats, drafting, engine.pricing, drafts or RelayDraftClient()),
-            num_preemptions=scheduler.num_preemptions,
-            num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            counters_of(engine.stats, drafting, engine.pricing, drafts or RelayDraftClient(), scheduler),
             **engine.handovers.counters(),
         ),
         requests=(

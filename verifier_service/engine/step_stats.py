@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting.followed_updates import Acceptance
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
-from outrider.verifier_service.messages.graph_counts import GraphCounts
-from outrider.verifier_service.messages.histogram import Histogram
+from outrider.verifier_service.messages.counts import FetchCounts, GraphCounts, Histogram
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.scheduling.schedule import Schedule
 

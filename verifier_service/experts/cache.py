@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outrider.verifier_service.gpu.transfers import upload_rows
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
+from outrider.verifier_service.messages.counts import FetchCounts
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # target on the device, source in host memory; of one shape and dtype
 Wait = Callable[[], object]  # return once a copy has arrived, or let the device wait for it

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
+from outrider.verifier_service.messages.counts import EngineCounters, Metric
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
-from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.handover import (
     HANDOVER_MESSAGES,
     EndTake,
@@ -20,7 +20,6 @@ from outrider.verifier_service.messages.handover import (
     TakeKV,
     TakenFrame,
 )
-from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, head_of, packed, unpacked
@@ -292,65 +291,48 @@ class DrafterCircuit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionCounts:
-    """Drafts that one version of the target's weights verified."""
-
-    weight_version: str
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounters:
-    """An engine's counters since start."""
-
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_committed_tokens: int = 0
-    num_drafts: int = 0  # verifications of a non-empty draft
-    num_draft_tokens: int = 0  # verified
-    num_accepted_tokens: int = 0
-    by_version: tuple[VersionCounts, ...] = ()  # of the last versions, the present one last
-    num_asks: int = 0  # decisions on a draft length, 0 included: one per decoding request and step
-    num_asked_tokens: int = 0  # sum of these lengths
-    num_preemptions: int = 0
-    num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
-    num_prefix_hit_tokens: int = 0
-    num_bad_frames: int = 0  # malformed frames from drafters
-    num_stale_drafts: int = 0  # drafts for a round that was over
-    num_resyncs: int = 0  # requests of drafters for the whole prefix
-    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
-    num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
-    num_tensor_fallbacks: int = 0  # messages that carry states as bytes: the channel was full or had failed
-    num_given: int = 0  # requests that other verifiers took, with their KV
-    num_given_bytes: int = 0
-    refused_takes: dict[str, int] = field(default_factory=dict)  # by reason
-    num_taken: int = 0  # requests that came with KV
-    idle_s: float = 0.0  # no step ran because every request waited for its draft
-    num_extrapolated_steps: int = 0  # far beyond the cost model's points
-    graphs: GraphCounts = field(default_factory=GraphCounts)
-    fetches: FetchCounts | None = None  # None: all experts are on the device
-    step_s: HistogramCounts = NO_VALUES
-    queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
-    round_trip_s: HistogramCounts = NO_VALUES  # from ask to draft
-    lateness_s: HistogramCounts = NO_VALUES  # of late drafts, beyond their deadline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """The engine's load report to its replica, sent a few times a second."""
 
-    num_running: int
-    num_waiting: int
+    num_running: Annotated[
+        int, Metric("num_requests_running", "Requests that hold KV in a verifier", is_gauge=True, has_alias=True)
+    ]
+    num_waiting: Annotated[
+        int, Metric("num_requests_waiting", "Requests in a verifier's queue", is_gauge=True, has_alias=True)
+    ]
     num_decoding: int
-    kv_usage: float
+    kv_usage: Annotated[
+        float, Metric("kv_cache_usage_perc", "KV blocks in use / KV blocks, 0 to 1", is_gauge=True, has_alias=True)
+    ]
     tokens_per_s: float = 0.0  # committed, over the last two seconds
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
     price: float | None = None  # cost of one more verified position in committed tokens; None: not priced
-    knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or unknown
-    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
-    verify_idle_share: float = 0.0  # share of the last two seconds in which every request waited for its draft
-    counters: EngineCounters = EngineCounters()
+    knee: Annotated[
+        float | None,
+        Metric(
+            "verify_knee_tokens",
+            "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
+            is_gauge=True,
+        ),
+    ] = None
+    draft_length_mean: Annotated[
+        float,
+        Metric(
+            "draft_length_mean",
+            "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of "
+            "plans",
+            is_gauge=True,
+        ),
+    ] = 0.0
+    verify_idle_share: Annotated[
+        float,
+        Metric(
+            "verify_idle_share",
+            "Share of the last two seconds without a step because every request waited for its draft",
+            is_gauge=True,
+        ),
+    ] = 0.0
+    counters: EngineCounters = field(default_factory=EngineCounters)
     requests: tuple[RequestLoad, ...] = ()
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
     circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up

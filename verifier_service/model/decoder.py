@@ -23,8 +23,8 @@ from outrider.verifier_service.cpu import kernels as cpu
 from outrider.verifier_service.experts.cache import ExpertCache, foreseen, likeliest, num_tokens_each
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.gpu import kernels as gpu
+from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, RotarySpec
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup

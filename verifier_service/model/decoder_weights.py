@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from outrider.verifier_service.experts.cache import ExpertCache, copier_of
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
+from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import Quantization

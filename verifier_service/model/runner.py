@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from outrider.verifier_service.cpu.kernels import wanted_isa
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model import start_check
 from outrider.verifier_service.model.architectures import (

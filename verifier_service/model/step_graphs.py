@@ -27,7 +27,7 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import Layout, carved, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool
 from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, fill_placeholders, metadata_parts
 

@@ -4,10 +4,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fakes.fleet_snapshots import DECIDED_AT_S, busy_fleet
+from outrider.cluster.monitoring.fleet_metric import COUNTERS, DRAFTER_COUNTERS, DRAFTER_LOAD, FETCHES, LOAD
 from outrider.cluster.monitoring.fleet_metrics import FLEET_DEFINITIONS, FleetMetrics
 from outrider.cluster.monitoring.metrics import GATEWAY_DEFINITIONS, GatewayMetrics
 from outrider.cluster.monitoring.metrics_page import PAGE, metrics_page
 from outrider.cluster.router.fleet import FleetSnapshot
+from outrider.verifier_service.messages.counts import metrics_of
 
 
 def registry_of(snapshot: FleetSnapshot | None, *, vllm_aliases: bool = True) -> CollectorRegistry:
@@ -187,3 +189,9 @@ def test_labels_are_those_of_the_page():
         labels = {name for sample in family.samples for name in sample.labels if name != "le"}
         (row,) = (line for line in page.splitlines() if f"`{family.name}`" in line or f"`{family.name}_total`" in line)
         assert labels == set(row.split("|")[3].replace(" ", "").split(",")), family.name
+
+
+def test_every_field_with_a_metric_is_shown():
+    defined = {definition.name for definition in FLEET_DEFINITIONS}
+    for shown in (LOAD, COUNTERS, FETCHES, DRAFTER_LOAD, DRAFTER_COUNTERS):
+        assert {metric.name for metric in metrics_of(shown.kind).values()} <= defined

@@ -14,8 +14,8 @@ from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, gener
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
+from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate, UpdateWeights
-from outrider.verifier_service.messages.fetch_counts import FetchCounts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import UnsupportedModelError

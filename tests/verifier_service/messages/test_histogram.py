@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outrider.verifier_service.messages.histogram import Histogram
+from outrider.verifier_service.messages.counts import Histogram
 
 
 def test_a_value_counts_in_the_first_bucket_that_holds_it():
