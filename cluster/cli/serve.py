@@ -15,8 +15,39 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS, admin_key_o
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 
+FIRST_OPTIONS = (  # of a newcomer
+    *("speculative_config", "draft_model", "max_model_len", "tensor_parallel_size", "speculation", "num_verifiers"),
+    *("host", "port", "served_model_name", "api_key"),
+)
 
-@click.command(cls=ExplainingCommand, context_settings=CONTEXT_SETTINGS)
+
+class GroupedCommand(ExplainingCommand):
+    """A command whose help is FIRST_OPTIONS; with `--help=all` all others follow, in two groups."""
+
+    def get_help_option(self, context: click.Context) -> click.Option:
+        def show(context: click.Context, _: click.Parameter, value: str | None) -> None:
+            if value is not None and not context.resilient_parsing:
+                context.meta[__name__] = value
+                click.echo(context.get_help(), color=context.color)
+                context.exit()
+
+        about = "Show this message; all: with every option."
+        settings: dict[str, Any] = {"is_flag": False, "flag_value": "first", "is_eager": True, "expose_value": False}
+        return click.Option(["-h", "--help"], metavar="[all]", help=about, callback=show, **settings)
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], "Model, drafts and steps": [], "Service": []}
+        first, of_model, of_service = groups.values()
+        for param in self.get_params(context):
+            if (record := param.get_help_record(context)) is not None:
+                of_rest = of_model if param.name in MODEL_OPTIONS else of_service
+                (first if param.name in (*FIRST_OPTIONS, "help") else of_rest).append(record)
+        for title, records in groups.items() if context.meta.get(__name__) == "all" else [("Options", first)]:
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+@click.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 @model_options
 @click.option(
     "--drafter-pool",

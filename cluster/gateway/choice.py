@@ -7,14 +7,16 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from outrider.cluster.common.background import is_being_cancelled
 from outrider.cluster.common.errors import OutriderError, RequestFailed
-from outrider.cluster.gateway.detokenizer import Detokenizer
+from outrider.cluster.gateway.detokenizer import Detokenizer, NoText
 from outrider.cluster.gateway.kv_transfer import KeptOutput
+from outrider.cluster.gateway.request_parser import ValidRequest
+from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -143,7 +145,7 @@ class Choice:
     index: int
     message: GenerationRequest
     silent_stop_ids: frozenset[int]  # tokens that end the choice and are left out of its text
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | NoText
     is_prompt_only: bool  # only the prompt's log probabilities are wanted
     metrics: GatewayMetrics
     clock: Callable[[], float]
@@ -161,6 +163,32 @@ class Choice:
     _origins: list[TokenOrigin] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _versions: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        request: ValidRequest,
+        index: int,
+        message: GenerationRequest,
+        text: TextCodec | None,
+        end_ids: Collection[int],
+        **shared: Any,
+    ) -> Choice:
+        """Return a request's choice before its first output. `text`: None where nobody reads any.
+
+        `end_ids`: the model's end-of-sequence tokens. `shared`: further fields, the same for all choices.
+        """
+        sampling = request.sampling
+        stop_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_ids)))
+        return cls(
+            request_id=request.request_id,
+            index=index,
+            message=message,
+            silent_stop_ids=frozenset() if request.include_stop else stop_ids,
+            detokenizer=NoText() if text is None else request.detokenizer(text),
+            is_prompt_only=request.is_prompt_only,
+            **shared,
+        )
 
     def absorb(self, output: RequestOutput) -> GatewayChunk:
         """Turn a backend's output into a chunk; a finish reason or a stop string makes it the last one."""

@@ -280,3 +280,16 @@ class Detokenizer:
             num_decoded = len(self._undecoded) - 1 if delta else 0
         decoded, self._undecoded = self._undecoded[:num_decoded], self._undecoded[num_decoded:]
         return decoded
+
+
+class NoText:
+    """In place of a `Detokenizer`: it says nothing, so that tokens are held until their choice ends."""
+
+    stopped: bool = False
+    stop_string: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> list[str]:
+        return []
+
+    def flush(self) -> list[str]:
+        return []

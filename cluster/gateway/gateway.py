@@ -15,7 +15,6 @@ from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, Req
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
-from outrider.verifier_service.messages.request import GenerationRequest
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
@@ -144,32 +143,9 @@ class Gateway:
         self.metrics.request_began(
             len(request.prompt_token_ids), num_choices=request.n, max_tokens=request.sampling.max_tokens
         )
-        generation = Generation(
-            [self._choice(index, choice, request, started_s) for index, choice in enumerate(choices)],
-            self._backend,
-            interval,
-        )
+        shared: dict[str, Any] = {"metrics": self.metrics, "clock": self._clock, "started_s": started_s}
+        of = functools.partial(Choice.of, request, **shared, tells_cached=self.model.tells_cached)
+        begun = [of(index, each, self.text, self.model.eos_token_ids) for index, each in enumerate(choices)]
+        generation = Generation(begun, self._backend, interval)
         self._running[request.request_id] = generation
         return generation
-
-    def _choice(self, index: int, message: GenerationRequest, request: ValidRequest, started_s: float) -> Choice:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else self.model.eos_token_ids
-        return Choice(
-            request_id=request.request_id,
-            index=index,
-            message=message,
-            silent_stop_ids=frozenset() if request.include_stop else frozenset((*sampling.stop_token_ids, *eos)),
-            detokenizer=self.text.detokenizer(
-                skip_special_tokens=request.skip_special_tokens,
-                prompt_ids=() if request.is_new_text else request.prompt_token_ids,
-                stop=request.stop,
-                include_stop=request.include_stop,
-                min_tokens=sampling.min_tokens,
-            ),
-            is_prompt_only=request.is_prompt_only,
-            tells_cached=self.model.tells_cached,
-            metrics=self.metrics,
-            clock=self._clock,
-            started_s=started_s,
-        )

@@ -14,6 +14,7 @@ from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
 from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.client_fields import ClientFields
+from outrider.cluster.gateway.detokenizer import Detokenizer
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
@@ -95,8 +96,8 @@ class ValidRequest:
     skip_special_tokens: bool
     is_new_text: bool  # as in `RequestInput`
     num_prompt_logprobs: int | None  # as the client asked; with echo the engine may return more
-    echo: tuple[str, ...]  # the prompt, if it is shown before the output; with logprobs one text per token
-    is_prompt_only: bool  # max_tokens is 0: the engine's one token is not shown
+    echo: tuple[str, ...] = ()  # the prompt, if it is shown before the output; with logprobs one text per token
+    is_prompt_only: bool = False  # max_tokens is 0: the engine's one token is not shown
     warnings: tuple[str, ...] = ()
 
     @property
@@ -120,15 +121,26 @@ class ValidRequest:
         """Whether anything of the request may be left behind for later ones."""
         return self.message.history_key != ""
 
+    def detokenizer(self, text: TextCodec) -> Detokenizer:
+        """Return the detokenizer of one choice."""
+        return text.detokenizer(
+            skip_special_tokens=self.skip_special_tokens,
+            prompt_ids=() if self.is_new_text else self.prompt_token_ids,
+            stop=self.stop,
+            include_stop=self.include_stop,
+            min_tokens=self.sampling.min_tokens,
+        )
+
     def choices(self) -> list[GenerationRequest]:
         """Return one request per choice; the noise of seeded choices differs by the choice index."""
         if self.n == 1:
             return [self.message]
+        first = self.sampling.choice_index
         return [
             dataclasses.replace(
                 self.message,
                 request_id=f"{self.request_id}-{index}",
-                sampling=dataclasses.replace(self.sampling, choice_index=index),
+                sampling=dataclasses.replace(self.sampling, choice_index=first + index),
             )
             for index in range(self.n)
         ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined
+from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.outputs import (
@@ -31,8 +30,6 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
-
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,49 +82,6 @@ class OutputRun:
         return joined(self.chunks)
 
 
-@dataclass(slots=True, kw_only=True)
-class TokenRun:
-    """A running output without text: its steps are joined once, at the end."""
-
-    nothing: GatewayChunk  # the empty chunk that all steps but the last add
-    steps: list[EngineOutput] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return max((step.num_cached_tokens for step in self.steps), default=0)
-
-    @property
-    def finish_reason(self) -> str | None:
-        reason = self.steps[-1].finish_reason if self.steps else None
-        return reason and reason.value
-
-    def absorb(self, output: EngineOutput) -> GatewayChunk:
-        """Add a step's tokens, and return the chunk; an error ends this output alone."""
-        self.steps.append(output)
-        if output.finish_reason is FinishReason.ERROR:
-            self.error = output.error or "the engine failed"
-        return self.nothing if output.finish_reason is None else self.whole()
-
-    def whole(self) -> GatewayChunk:
-        """Return a finished output as one chunk."""
-        return dataclasses.replace(
-            self.nothing,
-            texts=("",) * sum(len(step.token_ids) for step in self.steps),
-            token_ids=_column(step.token_ids for step in self.steps),
-            origins=_column(step.origins for step in self.steps),
-            logprobs=_column(step.logprobs or () for step in self.steps),
-            weight_versions=_column((step.weight_version,) * len(step.token_ids) for step in self.steps),
-            prompt_logprobs=next((step.prompt_logprobs for step in self.steps if step.prompt_logprobs), None),
-            finish_reason=self.steps[-1].finish_reason,
-            speculation=next((step.speculation for step in reversed(self.steps) if step.speculation), None),
-        )
-
-
 class PromptRun:
     """A running prompt: one engine request per output."""
 
@@ -143,7 +97,7 @@ class PromptRun:
         history_key: str | None = None,
     ) -> None:
         self.request_id, self._prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self._sampling, self._context, self._is_new_text = sampling, context, is_new_text
+        self._sampling, self._context = sampling, context
         if context.rollouts:
             require_lossless(AcceptanceRule(sampling.rejection_sample_method or context.acceptance))
         engine_sampling = sampling.for_engine(
@@ -153,18 +107,31 @@ class PromptRun:
             bad_words=context.codec.word_sequences_now(sampling.bad_words or ()),
         )
         self._warnings = structure_warnings(sampling.structured_outputs)
-        self.requests = [
-            GenerationRequest(
-                request_id=f"{request_id}-{index}",
+        request = ValidRequest(
+            message=GenerationRequest(
+                request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
-                sampling=dataclasses.replace(engine_sampling, choice_index=sampling.choice_index + index),
+                sampling=engine_sampling,
                 plan=context.plan,
                 group_id=request_id if sampling.n > 1 else None,
                 history_key=history_key,
+            ),
+            n=sampling.n,
+            stop=sampling.stop_strings,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            is_new_text=is_new_text,
+            num_prompt_logprobs=sampling.prompt_logprobs,
+        )
+        text = context.codec if sampling.detokenize else None
+        shared: dict[str, Any] = {"metrics": context.metrics, "clock": context.clock, "started_s": context.clock()}
+        self.requests = request.choices()
+        self._runs = {
+            message.request_id: OutputRun(
+                choice=Choice.of(request, index, message, text, context.eos_token_ids, **shared)
             )
-            for index in range(sampling.n)
-        ]
-        self._runs = {request.request_id: self._run(index, request) for index, request in enumerate(self.requests)}
+            for index, message in enumerate(self.requests)
+        }
 
     @property
     def is_finished(self) -> bool:
@@ -206,7 +173,7 @@ class PromptRun:
             metrics=functools.reduce(SpeculationMetrics.plus, counters) if counters else SpeculationMetrics(),
         )
 
-    def _completion(self, run: OutputRun | TokenRun, chunk: GatewayChunk) -> CompletionOutput:
+    def _completion(self, run: OutputRun, chunk: GatewayChunk) -> CompletionOutput:
         num_top = self._sampling.logprobs
         assert run.finish_reason is not None
         return CompletionOutput(
@@ -223,38 +190,5 @@ class PromptRun:
         if chunk.stop_string is not None or chunk.finish_reason is not FinishReason.STOP:
             return chunk.stop_string
         last = chunk.token_ids[-1]
-        is_stop = last in sampling.stop_token_ids and last not in self._end_ids(sampling)
-        return last if is_stop else None
-
-    def _end_ids(self, sampling: EngineSamplingParams) -> frozenset[int]:
-        return frozenset() if sampling.ignore_eos else self._context.eos_token_ids
-
-    def _run(self, index: int, request: GenerationRequest) -> OutputRun | TokenRun:
-        if not self._sampling.detokenize:
-            return TokenRun(nothing=GatewayChunk(request_id=self.request_id, index=index))
-        return OutputRun(choice=self._choice(index, request))
-
-    def _choice(self, index: int, request: GenerationRequest) -> Choice:
-        context, own = self._context, self._sampling
-        stop_ids = self._end_ids(request.sampling) | set(request.sampling.stop_token_ids)
-        return Choice(
-            request_id=self.request_id,
-            index=index,
-            message=request,
-            silent_stop_ids=frozenset() if own.include_stop_str_in_output else stop_ids,
-            detokenizer=context.codec.detokenizer(
-                skip_special_tokens=own.skip_special_tokens,
-                prompt_ids=() if self._is_new_text else self.prompt_token_ids,
-                stop=own.stop_strings,
-                include_stop=own.include_stop_str_in_output,
-                min_tokens=own.min_tokens,
-            ),
-            is_prompt_only=False,
-            metrics=context.metrics,
-            clock=context.clock,
-            started_s=context.clock(),
-        )
-
-
-def _column(steps: Iterable[tuple[ItemT, ...]]) -> tuple[ItemT, ...]:
-    return tuple(itertools.chain.from_iterable(steps))
+        is_end = last in self._context.eos_token_ids and not sampling.ignore_eos
+        return last if last in sampling.stop_token_ids and not is_end else None

@@ -111,14 +111,6 @@ class Answer:
                 parts.setdefault(index, []).append(chunk)
         return {index: joined(parts[index]) for index in sorted(parts)}
 
-    async def growing(self) -> AsyncIterator[tuple[int, GatewayChunk, GatewayChunk]]:
-        """Yield chunks as `chunks` does, each with its choice as it is so far."""
-        parts: dict[int, GatewayChunk] = {}
-        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
-            async for index, chunk in chunks:
-                parts[index] = joined([parts[index], chunk]) if index in parts else chunk
-                yield index, chunk, parts[index]
-
     async def chunks(self, *, whole: bool = False) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
         streams = [self.gateway.generate(request, whole=whole) for request in self.requests]

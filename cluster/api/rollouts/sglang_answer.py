@@ -14,7 +14,7 @@ from typing import Any
 from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.rollouts.sglang_protocol import GenerateBody, NativePrompt
 from outrider.cluster.common.errors import OutriderError
-from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan
+from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan, joined
 from outrider.cluster.gateway.logprobs_format import finite
 from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics, TokenLogprobs
@@ -41,10 +41,12 @@ class NativeAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield one event per chunk; with several outputs, each has its `index`."""
-        async with aclosing(self.answer.growing()) as chunks:  # type: ignore[type-var]
-            async for index, _, whole in chunks:
+        so_far: dict[int, GatewayChunk] = {}
+        async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                so_far[index] = joined([so_far[index], chunk]) if index in so_far else chunk
                 place = {"index": index} if self._is_list else {}
-                yield event_of({**self._object(index, whole), **place})
+                yield event_of({**self._object(index, so_far[index]), **place})
         yield b"data: [DONE]\n\n"
 
     def failure(self, error: OutriderError) -> bytes:

@@ -49,7 +49,8 @@ def add_sglang_routes(app: FastAPI, doors: TrainerDoors) -> None:
 def _add_generate(app: FastAPI, doors: TrainerDoors) -> None:
     gateway = doors.gateway
 
-    @app.api_route("/generate", methods=["POST", "PUT"])
+    @app.put("/generate")
+    @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = parse_native(await read_json(request), GenerateBody)
         gateway.check_model_name(body.model)
@@ -107,7 +108,8 @@ def _add_generation_control(app: FastAPI, doors: TrainerDoors) -> None:
         await doors.fleet.resume()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.get("/flush_cache")
+    @app.post("/flush_cache")
     async def flush() -> Response:
         await doors.fleet.flush()
         return PlainTextResponse("Cache flushed.\n")

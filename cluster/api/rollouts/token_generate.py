@@ -6,6 +6,7 @@ Source: vllm 0.32, vllm.entrypoints.scale_out.token_in_token_out.protocol. A str
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.openai.format import metrics_object, usage_object
 from outrider.cluster.api.openai.protocol import GenerationBody, ModelBody, parse_body
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
-from outrider.cluster.gateway.choice import GatewayChunk
+from outrider.cluster.gateway.choice import GatewayChunk, joined
 from outrider.cluster.gateway.client_fields import TokenIds
 from outrider.cluster.gateway.logprobs_format import finite, id_name, prompt_logprobs
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
@@ -98,9 +99,11 @@ class TokenAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield an event per chunk, `[DONE]` last; the last of a choice has the versions of the whole choice."""
-        async with aclosing(self.answer.growing()) as chunks:  # type: ignore[type-var]
-            async for _, chunk, whole in chunks:
-                spans = {"weight_versions": _spans(whole)} if chunk.finish_reason is not None else {}
+        parts: defaultdict[int, list[GatewayChunk]] = defaultdict(list)
+        async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                parts[index].append(chunk)
+                spans = {"weight_versions": _spans(joined(parts[index]))} if chunk.finish_reason is not None else {}
                 yield event_of(self._envelope([{**self._choice(chunk), "weight_versions": None, **spans}]))
         yield b"data: [DONE]\n\n"
 

@@ -71,3 +71,12 @@ def test_an_unknown_verb_is_refused():
 @pytest.mark.parametrize("verb", ["serve", "generate", "demo"])
 def test_a_bad_value_is_a_usage_error_that_names_it(verb: str, option: str, value: str, field: str):
     assert_usage_error(invoke(verb, option, value), field)
+
+
+def test_serve_shows_a_newcomers_options_first_and_all_when_asked():
+    first, whole = invoke("serve", "--help").output, invoke("serve", "--help=all").output
+    hidden = [name for command in [main.commands["serve"]] for option in command.params for name in option.opts]
+    missing = [name for name in hidden if name.startswith("--") and name not in whole]
+    assert missing == []
+    assert first.count("\n  -") == 11
+    assert ("--grpc-port" in first, "Service:" in whole) == (False, True)
