@@ -12,11 +12,10 @@ from typing import Any
 
 from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
 from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
-from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.client_fields import ClientFields
 from outrider.cluster.gateway.detokenizer import Detokenizer
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
-from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.gateway.text_codec import TextCodec, check_bad_words
 from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.gateway.bad_words import word_sequences
 from outrider.cluster.gateway.byte_decoder import REPLACEMENT_CHARACTER, TokenBytes, bytes_of_piece, token_bytes_of
 from outrider.cluster.gateway.detokenizer import Detokenizer, silent_token_ids
 from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
+from outrider.verifier_service.messages.draft import require
 
 NUM_THREADS = 2  # tokenise in parallel: the tokenizer releases the GIL
 # done at once, in a fifth of a millisecond: beside a busy event loop a thread waits 5 ms for each of its turns
 MAX_SHORT_CHARS, MAX_SHORT_MESSAGES = 512, 8
+MAX_BAD_WORDS = 128  # as vLLM
+MAX_BAD_WORD_CHARS = 1024  # as a stop string
 
 ResultT = TypeVar("ResultT")
+TokenSequence = tuple[int, ...]
 
 
 class TextCodec:
@@ -174,3 +177,27 @@ def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
     if len(messages) > MAX_SHORT_MESSAGES or any("tool_calls" in message for message in messages):
         return False
     return sum(len(message.get("content") or "") for message in messages) <= MAX_SHORT_CHARS
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raise `ValueError` naming `bad_words` if there are too many, or one is blank or too long."""
+    require(len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} texts")
+    fits = all(word.strip() and len(word) <= MAX_BAD_WORD_CHARS for word in words)
+    require(fits, "bad_words", f"texts of 1 to {MAX_BAD_WORD_CHARS} characters, not of white space alone")
+
+
+def word_sequences(words: Sequence[str], encode: Callable[[str], TokenSequence]) -> tuple[TokenSequence, ...]:
+    """Return each word's tokens at the beginning of a text, and after a space; raises `ValueError`.
+
+    The sequence after a space is left out if it ends in the other one, which then bars both. (vLLM leaves it out in
+    more cases, if the two differ in length or begin with the same token: there such a word can still appear.)
+    """
+    sequences: list[TokenSequence] = []
+    for word in words:
+        bare = encode(word.lstrip())
+        require(bool(bare), "bad_words", "texts that the tokenizer has tokens for")
+        spaced = encode(f" {word.lstrip()}")
+        sequences.append(bare)
+        if spaced[-len(bare) :] != bare:
+            sequences.append(spaced)
+    return tuple(dict.fromkeys(sequences))

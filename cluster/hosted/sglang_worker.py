@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from outrider.cluster.hosted.drafting import HostedConfig
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import Plugin
-from outrider.cluster.hosted.rank_plugin import RankPlugin
+from outrider.cluster.hosted.plugin import Plugin, RankPlugin
 from outrider.cluster.hosted.sglang_steps import DraftedBatches
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import fingerprint_of

@@ -12,8 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from outrider.cluster.hosted.plugin import HostStep
-from outrider.cluster.hosted.rank_plugin import RankPlugin
+from outrider.cluster.hosted.plugin import HostStep, RankPlugin
 from outrider.cluster.hosted.vllm_hook import RunnerView, install_hook, rows_of
 from outrider.cluster.hosted.vllm_plugin import plugin_of
 from outrider.cluster.hosted.vllm_sampling import mend_expansion

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from outrider.cluster.hosted.rank_plugin import RankPlugin
+from outrider.cluster.hosted.plugin import RankPlugin
 from outrider.cluster.hosted.vllm_plugin import plugin_of
 from outrider.cluster.hosted.vllm_scheduled import ScheduledRequests
 from outrider.cluster.hosted.vllm_settings import options_of, refuse_untried, refuse_v2_configuration

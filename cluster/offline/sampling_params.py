@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.structured_format import NamedStructure, openai_structure
+from outrider.cluster.gateway.text_codec import check_bad_words
 from outrider.verifier_service.messages.draft import require
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,

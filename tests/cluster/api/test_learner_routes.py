@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from fakes.fleet_snapshots import busy_fleet
 from outrider.cluster.api.learner_routes import PATH, add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import prepare
-from outrider.cluster.api.rollouts.rewards import PATH as REWARD_PATH
-from outrider.cluster.api.rollouts.rewards import add_reward_routes
+from outrider.cluster.api.rollouts.trainer_routes import PATH as REWARD_PATH
+from outrider.cluster.api.rollouts.trainer_routes import add_reward_routes
 from outrider.cluster.gateway.learner_control import LearnerControl
 from outrider.drafter_service.learning.messages import Action, Answer
 from tiny.played_learners import PlayedLearner

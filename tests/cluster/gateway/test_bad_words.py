@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cluster.gateway.bad_words import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_bad_words, word_sequences
-from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.gateway.text_codec import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    TextCodec,
+    check_bad_words,
+    word_sequences,
+)
 
 TOKENS = {
     "dog": (1,),

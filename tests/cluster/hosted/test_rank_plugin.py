@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.hosted.plugin import HostStep
-from outrider.cluster.hosted.rank_plugin import RankPlugin
+from outrider.cluster.hosted.plugin import HostStep, RankPlugin
 
 DRAFTS = [[5, 6], []]
 
