@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 from outrider.cluster.monitoring.metrics import LABELS, OWN_PREFIX, Definition
 from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, VerifierReport, VerifierState
-from outrider.verifier_service.messages.counts import EngineCounters, FetchCounts, HistogramCounts, Metric, metrics_of
+from outrider.verifier_service.messages.counts import (
+    NO_VALUES,
+    EngineCounters,
+    FetchCounts,
+    HistogramCounts,
+    Metric,
+    metrics_of,
+)
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import EngineLoad
 
@@ -39,10 +46,10 @@ class Shown:
         return [self._metric(name, metrics_of(self.kind)[name]) for name in names]
 
     def _metric(self, name: str, metric: Metric) -> FleetMetric:
-        is_histogram = get_type_hints(self.kind)[name] is HistogramCounts
+        default = next(each.default for each in fields(self.kind) if each.name == name)
         definition = Definition(
             name=metric.name,
-            kind="gauge" if metric.is_gauge else "histogram" if is_histogram else "counter",
+            kind="gauge" if metric.is_gauge else "histogram" if default is NO_VALUES else "counter",
             formula=metric.formula,
             labels=(*LABELS, metric.by) if metric.by else LABELS,
             has_alias=metric.has_alias,
@@ -78,6 +85,14 @@ def _verifiers(snapshot: FleetSnapshot) -> Iterator[VerifierReport]:
 
 def _drafters(snapshot: FleetSnapshot) -> Iterator[DrafterReport]:
     return (state.report for state in snapshot.drafters)
+
+
+def of_fleet(
+    name: str, kind: str, formula: str, labels: Sequence[str], read: Callable[[FleetSnapshot], Rows]
+) -> FleetMetric:
+    """Define a metric with these labels behind the model's name."""
+    definition = Definition(name=name, kind=kind, formula=formula, labels=("model_name", *labels))
+    return FleetMetric(definition, lambda snapshot, now_s: read(snapshot))
 
 
 def of_verifiers(name: str, formula: str, read: Callable[[VerifierState], float | None]) -> FleetMetric:

@@ -23,11 +23,12 @@ from outrider.cluster.monitoring.fleet_metric import (
     Rows,
     add_sample,
     family_of,
+    of_fleet,
     of_verifiers,
     of_verifiers_by,
 )
 from outrider.cluster.monitoring.learner_metrics import LEARNERS
-from outrider.cluster.monitoring.metrics import LABELS, Definition, alias_of
+from outrider.cluster.monitoring.metrics import Definition, alias_of
 from outrider.cluster.router.fleet import FleetSnapshot, ReplicaState
 from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.engine import BreakerState
@@ -35,7 +36,7 @@ from outrider.verifier_service.messages.engine import BreakerState
 CIRCUIT_STATES = {BreakerState.CLOSED.value: 0.0, BreakerState.HALF_OPEN.value: 1.0, BreakerState.OPEN.value: 2.0}
 
 
-def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _bad_frames(snapshot: FleetSnapshot) -> Rows:
     for verifier in snapshot.verifiers:
         yield (verifier.report.verifier_id, "verifier"), verifier.report.num_bad_frames
     for drafter in snapshot.drafters:
@@ -50,40 +51,40 @@ def _graphs(snapshot: FleetSnapshot) -> Iterator[tuple[str, str, GraphCounts]]:
         yield drafter.report.drafter_id, "drafter", drafter.report.load.counters.graphs
 
 
-def _replayed_steps(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _replayed_steps(snapshot: FleetSnapshot) -> Rows:
     return [((replica, role), graphs.num_replayed) for replica, role, graphs in _graphs(snapshot)]
 
 
-def _capture_seconds(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _capture_seconds(snapshot: FleetSnapshot) -> Rows:
     return [((replica, role), graphs.capture_s) for replica, role, graphs in _graphs(snapshot)]
 
 
-def _eager_steps(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _eager_steps(snapshot: FleetSnapshot) -> Rows:
     for replica, role, graphs in _graphs(snapshot):
         yield from (((replica, role, reason), count) for reason, count in graphs.eager.items())
 
 
-def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _pool_replicas(snapshot: FleetSnapshot) -> Rows:
     counts = Counter(("verifier", ReplicaState.of(state.report).value) for state in snapshot.verifiers)
     counts += Counter(("drafter", ReplicaState.of(state.report).value) for state in snapshot.drafters)
     for labels in itertools.product(("verifier", "drafter"), [state.value for state in ReplicaState]):
         yield labels, counts[labels]
 
 
-def _decisions(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _decisions(snapshot: FleetSnapshot) -> Rows:
     return [((item.decision, item.reason), item.count) for item in snapshot.decisions]
 
 
-def _placements(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _placements(snapshot: FleetSnapshot) -> Rows:
     return [((item.reason.value,), item.count) for item in snapshot.placements]
 
 
-def _tokens_per_accelerator(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _tokens_per_accelerator(snapshot: FleetSnapshot) -> Rows:
     per_second = tokens_per_accelerator(snapshot.verifiers, snapshot.drafters)
     return [] if per_second is None else [((), per_second)]
 
 
-def _draft_seconds(snapshot: FleetSnapshot, now_s: float) -> Rows:
+def _draft_seconds(snapshot: FleetSnapshot) -> Rows:
     return [((state.report.drafter_id,), state.report.load.mean_draft_s or 0.0) for state in snapshot.drafters]
 
 
@@ -94,13 +95,11 @@ def _snapshot_age(snapshot: FleetSnapshot, now_s: float) -> Rows:
 _METRICS = (
     *LOAD.metrics("num_running", "num_waiting", "kv_usage"),
     *COUNTERS.metrics("num_prefix_queried_tokens", "num_prefix_hit_tokens", "num_preemptions", "queue_s"),
-    FleetMetric(
-        Definition(
-            name="pool_replicas",
-            kind="gauge",
-            formula="Replicas that report to the router, by role (verifier, drafter) and state (ready, draining)",
-            labels=("model_name", "role", "state"),
-        ),
+    of_fleet(
+        "pool_replicas",
+        "gauge",
+        "Replicas that report to the router, by role (verifier, drafter) and state (ready, draining)",
+        ("role", "state"),
         _pool_replicas,
     ),
     FleetMetric(
@@ -116,58 +115,46 @@ _METRICS = (
     *LOAD.metrics("verify_idle_share", "knee"),
     *COUNTERS.metrics("num_extrapolated_steps", "num_scheduled_tokens", "num_committed_tokens"),
     *COUNTERS.metrics("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
-    FleetMetric(
-        Definition(
-            name="tokens_per_second_per_accelerator",
-            kind="gauge",
-            formula="Output tokens committed over the last two seconds / ranks of verifiers and drafters",
-            labels=("model_name",),
-        ),
+    of_fleet(
+        "tokens_per_second_per_accelerator",
+        "gauge",
+        "Output tokens committed over the last two seconds / ranks of verifiers and drafters",
+        (),
         _tokens_per_accelerator,
     ),
-    FleetMetric(
-        Definition(
-            name="graph_steps",
-            kind="counter",
-            formula="Steps of a model that replayed a CUDA graph, by the role of its replica; 0 on CPUs",
-            labels=(*LABELS, "role"),
-        ),
+    of_fleet(
+        "graph_steps",
+        "counter",
+        "Steps of a model that replayed a CUDA graph, by the role of its replica; 0 on CPUs",
+        ("engine", "role"),
         _replayed_steps,
     ),
-    FleetMetric(
-        Definition(
-            name="graph_fallback",
-            kind="counter",
-            formula="Steps that ran without a graph where steps are captured, by role and reason",
-            labels=(*LABELS, "role", "reason"),
-        ),
+    of_fleet(
+        "graph_fallback",
+        "counter",
+        "Steps that ran without a graph where steps are captured, by role and reason",
+        ("engine", "role", "reason"),
         _eager_steps,
     ),
-    FleetMetric(
-        Definition(
-            name="graph_capture_seconds",
-            kind="counter",
-            formula="Time spent capturing steps as CUDA graphs, nearly all of it at start",
-            labels=(*LABELS, "role"),
-        ),
+    of_fleet(
+        "graph_capture_seconds",
+        "counter",
+        "Time spent capturing steps as CUDA graphs, nearly all of it at start",
+        ("engine", "role"),
         _capture_seconds,
     ),
-    FleetMetric(
-        Definition(
-            name="router_spec_decisions",
-            kind="counter",
-            formula="Decisions on new requests, and changes of them; decision is on or off, reason says why",
-            labels=("model_name", "decision", "reason"),
-        ),
+    of_fleet(
+        "router_spec_decisions",
+        "counter",
+        "Decisions on new requests, and changes of them; decision is on or off, reason says why",
+        ("decision", "reason"),
         _decisions,
     ),
-    FleetMetric(
-        Definition(
-            name="router_placements",
-            kind="counter",
-            formula="New requests that gateways placed, by why they went to their verifier",
-            labels=("model_name", "reason"),
-        ),
+    of_fleet(
+        "router_placements",
+        "counter",
+        "New requests that gateways placed, by why they went to their verifier",
+        ("reason",),
         _placements,
     ),
     of_verifiers(
@@ -198,22 +185,19 @@ _METRICS = (
         "Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
         lambda report: [(known.drafter_id, known.accepted_per_round) for known in report.load.drafters],
     ),
-    FleetMetric(
-        Definition(
-            name="link_bad_frames",
-            kind="counter",
-            formula="Frames of the verifier-drafter link that could not be decoded, by the role of who received them",
-            labels=(*LABELS, "role"),
-        ),
+    of_fleet(
+        "link_bad_frames",
+        "counter",
+        "Frames of the verifier-drafter link that could not be decoded, by the role of who received them",
+        ("engine", "role"),
         _bad_frames,
     ),
     *DRAFTER_LOAD.metrics("num_sessions", "queue_depth"),
-    FleetMetric(
-        Definition(
-            name="drafter_draft_seconds",
-            kind="gauge",
-            formula="Smoothed time from an ask to its draft inside the drafter",
-        ),
+    of_fleet(
+        "drafter_draft_seconds",
+        "gauge",
+        "Smoothed time from an ask to its draft inside the drafter",
+        ("engine",),
         _draft_seconds,
     ),
     *DRAFTER_COUNTERS.metrics("num_drafts", "num_draft_tokens"),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +18,17 @@ class Metric:
     has_alias: bool = False  # under vLLM's name, too
 
 
-@cache
+def shown(
+    name: str, formula: str, *, by: str = "", default: Any = 0, is_gauge: bool = False, has_alias: bool = False
+) -> Any:
+    """Declare a field with its `Metric`; what counts by a label begins as an empty dictionary."""
+    metadata = {"metric": Metric(name, formula, by, is_gauge, has_alias)}
+    return field(default_factory=dict, metadata=metadata) if by else field(default=default, metadata=metadata)
+
+
 def metrics_of(kind: type) -> dict[str, Metric]:
     """Return the metrics of a dataclass's fields, by the fields' names."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {each.name: each.metadata["metric"] for each in fields(kind) if "metric" in each.metadata}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +78,17 @@ class GraphCounts:
 class FetchCounts:
     """Counters of a mixture since start, all layers together: distinct experts of each step and layer."""
 
-    num_taken: Annotated[
-        int,
-        Metric(
-            "expert_cache_queries",
-            "Distinct experts that each layer took in each step, where a mixture's experts lie in host memory",
-        ),
-    ] = 0
-    num_hits: Annotated[
-        int,
-        Metric(
-            "expert_cache_hits",
-            "Those of them that were on the device when the layer's gate asked for them, or on their way",
-        ),
-    ] = 0
-    num_fetched: Annotated[
-        int, Metric("expert_cache_fetches", "Experts copied to the device, those that a layer before foresaw included")
-    ] = 0
+    num_taken: int = shown(
+        "expert_cache_queries",
+        "Distinct experts that each layer took in each step, where a mixture's experts lie in host memory",
+    )
+    num_hits: int = shown(
+        "expert_cache_hits",
+        "Those of them that were on the device when the layer's gate asked for them, or on their way",
+    )
+    num_fetched: int = shown(
+        "expert_cache_fetches", "Experts copied to the device, those that a layer before foresaw included"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,45 +107,32 @@ class DraftingCounters:
     num_asks: int = 0  # decisions on a draft length, 0 included: one per decoding request and step
     num_asked_tokens: int = 0  # sum of these lengths
     num_bad_frames: int = 0  # malformed frames from drafters
-    num_stale_drafts: Annotated[int, Metric("drafts_stale", "Drafts dropped because their round was over")] = 0
-    num_resyncs: Annotated[int, Metric("draft_resyncs", "Times a drafter asked for a request's whole prefix again")] = 0
-    fallbacks: Annotated[
-        dict[str, int],
-        Metric(
-            "draft_fallback",
-            "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
-            by="reason",
-        ),
-    ] = field(default_factory=dict)
-    num_state_bytes: Annotated[
-        dict[str, int],
-        Metric(
-            "draft_state_bytes", "Bytes of the target's hidden states sent to drafters, by transport", by="transport"
-        ),
-    ] = field(default_factory=dict)
-    num_tensor_fallbacks: Annotated[
-        int,
-        Metric(
-            "draft_tensor_fallbacks", "Hidden states that went in frames because their channel was full or had failed"
-        ),
-    ] = 0
-    idle_s: Annotated[
-        float, Metric("verify_idle_seconds", "Time without a step because every request waited for its draft")
-    ] = 0.0
-    num_extrapolated_steps: Annotated[
-        int,
-        Metric(
-            "verify_extrapolated_steps",
-            "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
-        ),
-    ] = 0
-    round_trip_s: Annotated[
-        HistogramCounts,
-        Metric("draft_rtt_seconds", "Time from asking a drafter to its draft, of rounds answered in time"),
-    ] = NO_VALUES
-    lateness_s: Annotated[
-        HistogramCounts, Metric("draft_lateness_seconds", "Arrival of a draft - its deadline, of drafts that missed it")
-    ] = NO_VALUES
+    num_stale_drafts: int = shown("drafts_stale", "Drafts dropped because their round was over")
+    num_resyncs: int = shown("draft_resyncs", "Times a drafter asked for a request's whole prefix again")
+    fallbacks: dict[str, int] = shown(
+        "draft_fallback",
+        "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
+        by="reason",
+    )
+    num_state_bytes: dict[str, int] = shown(
+        "draft_state_bytes", "Bytes of the target's hidden states sent to drafters, by transport", by="transport"
+    )
+    num_tensor_fallbacks: int = shown(
+        "draft_tensor_fallbacks", "Hidden states that went in frames because their channel was full or had failed"
+    )
+    idle_s: float = shown(
+        "verify_idle_seconds", "Time without a step because every request waited for its draft", default=0.0
+    )
+    num_extrapolated_steps: int = shown(
+        "verify_extrapolated_steps",
+        "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
+    )
+    round_trip_s: HistogramCounts = shown(
+        "draft_rtt_seconds", "Time from asking a drafter to its draft, of rounds answered in time", default=NO_VALUES
+    )
+    lateness_s: HistogramCounts = shown(
+        "draft_lateness_seconds", "Arrival of a draft - its deadline, of drafts that missed it", default=NO_VALUES
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,64 +140,43 @@ class EngineCounters(DraftingCounters):
     """An engine's counters since start."""
 
     num_steps: int = 0
-    num_scheduled_tokens: Annotated[
-        int, Metric("verify_scheduled_tokens", "Tokens computed by the target model, drafts included")
-    ] = 0
-    num_committed_tokens: Annotated[
-        int, Metric("verify_committed_tokens", "Output tokens committed; throughput is its rate")
-    ] = 0
-    num_drafts: Annotated[int, Metric("verify_drafts", "Drafts that a verifier verified")] = 0  # that were not empty
-    num_draft_tokens: Annotated[int, Metric("verify_draft_tokens", "Draft tokens that a verifier verified")] = 0
-    num_accepted_tokens: Annotated[
-        int,
-        Metric(
-            "verify_accepted_tokens",
-            "Draft tokens that a verifier accepted; accepted per position = this / verify_draft_tokens",
-        ),
-    ] = 0
+    num_scheduled_tokens: int = shown("verify_scheduled_tokens", "Tokens computed by the target model, drafts included")
+    num_committed_tokens: int = shown("verify_committed_tokens", "Output tokens committed; throughput is its rate")
+    num_drafts: int = shown("verify_drafts", "Drafts that a verifier verified")  # that were not empty
+    num_draft_tokens: int = shown("verify_draft_tokens", "Draft tokens that a verifier verified")
+    num_accepted_tokens: int = shown(
+        "verify_accepted_tokens",
+        "Draft tokens that a verifier accepted; accepted per position = this / verify_draft_tokens",
+    )
     by_version: tuple[VersionCounts, ...] = ()  # of the last versions, the present one last
-    num_preemptions: Annotated[
-        int, Metric("num_preemptions", "Times a request's KV was taken away for an older one", has_alias=True)
-    ] = 0
-    num_prefix_queried_tokens: Annotated[
-        int,
-        Metric(
-            "prefix_cache_queries",
-            "Tokens of admitted requests that were looked up in the prefix cache",
-            has_alias=True,
-        ),
-    ] = 0
-    num_prefix_hit_tokens: Annotated[
-        int,
-        Metric(
-            "prefix_cache_hits", "Tokens found in the prefix cache; rate = this / prefix_cache_queries", has_alias=True
-        ),
-    ] = 0
-    num_given: Annotated[
-        int, Metric("kv_given_requests", "Requests whose KV a verifier gave to another one, to its end")
-    ] = 0
-    num_given_bytes: Annotated[
-        int,
-        Metric(
-            "kv_given_bytes",
-            "Bytes of KV and hidden states that a verifier sent to others, those of requests that were not taken, too",
-        ),
-    ] = 0
-    refused_takes: Annotated[
-        dict[str, int], Metric("kv_refusals", "Requests whose KV a verifier did not give, by why", by="reason")
-    ] = field(default_factory=dict)
-    num_taken: Annotated[int, Metric("kv_taken_requests", "Requests that came to a verifier with their KV")] = 0
+    num_preemptions: int = shown(
+        "num_preemptions", "Times a request's KV was taken away for an older one", has_alias=True
+    )
+    num_prefix_queried_tokens: int = shown(
+        "prefix_cache_queries", "Tokens of admitted requests that were looked up in the prefix cache", has_alias=True
+    )
+    num_prefix_hit_tokens: int = shown(
+        "prefix_cache_hits", "Tokens found in the prefix cache; rate = this / prefix_cache_queries", has_alias=True
+    )
+    num_given: int = shown("kv_given_requests", "Requests whose KV a verifier gave to another one, to its end")
+    num_given_bytes: int = shown(
+        "kv_given_bytes",
+        "Bytes of KV and hidden states that a verifier sent to others, those of requests that were not taken, too",
+    )
+    refused_takes: dict[str, int] = shown(
+        "kv_refusals", "Requests whose KV a verifier did not give, by why", by="reason"
+    )
+    num_taken: int = shown("kv_taken_requests", "Requests that came to a verifier with their KV")
     graphs: GraphCounts = field(default_factory=GraphCounts)
     fetches: FetchCounts | None = None  # None: all experts are on the device
-    step_s: Annotated[
-        HistogramCounts,
-        Metric("verify_step_seconds", "Time of a verifier's step, from scheduling to the last ask for a draft"),
-    ] = NO_VALUES
-    queue_s: Annotated[
-        HistogramCounts,
-        Metric(
-            "request_queue_time_seconds",
-            "Begin of a request's first step - time the verifier received it",
-            has_alias=True,
-        ),
-    ] = NO_VALUES
+    step_s: HistogramCounts = shown(
+        "verify_step_seconds",
+        "Time of a verifier's step, from scheduling to the last ask for a draft",
+        default=NO_VALUES,
+    )
+    queue_s: HistogramCounts = shown(
+        "request_queue_time_seconds",
+        "Begin of a request's first step - time the verifier received it",
+        has_alias=True,
+        default=NO_VALUES,
+    )

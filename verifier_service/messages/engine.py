@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import MISSING, dataclass, field
 
 import msgspec
 
-from outrider.verifier_service.messages.counts import EngineCounters, Metric
+from outrider.verifier_service.messages.counts import EngineCounters, shown
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.handover import (
     HANDOVER_MESSAGES,
@@ -294,44 +293,37 @@ class DrafterCircuit:
 class EngineLoad:
     """The engine's load report to its replica, sent a few times a second."""
 
-    num_running: Annotated[
-        int, Metric("num_requests_running", "Requests that hold KV in a verifier", is_gauge=True, has_alias=True)
-    ]
-    num_waiting: Annotated[
-        int, Metric("num_requests_waiting", "Requests in a verifier's queue", is_gauge=True, has_alias=True)
-    ]
+    num_running: int = shown(
+        "num_requests_running", "Requests that hold KV in a verifier", is_gauge=True, has_alias=True, default=MISSING
+    )
+    num_waiting: int = shown(
+        "num_requests_waiting", "Requests in a verifier's queue", is_gauge=True, has_alias=True, default=MISSING
+    )
     num_decoding: int
-    kv_usage: Annotated[
-        float, Metric("kv_cache_usage_perc", "KV blocks in use / KV blocks, 0 to 1", is_gauge=True, has_alias=True)
-    ]
+    kv_usage: float = shown(
+        "kv_cache_usage_perc", "KV blocks in use / KV blocks, 0 to 1", is_gauge=True, has_alias=True, default=MISSING
+    )
     tokens_per_s: float = 0.0  # committed, over the last two seconds
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
     price: float | None = None  # cost of one more verified position in committed tokens; None: not priced
-    knee: Annotated[
-        float | None,
-        Metric(
-            "verify_knee_tokens",
-            "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
-            is_gauge=True,
-        ),
-    ] = None
-    draft_length_mean: Annotated[
-        float,
-        Metric(
-            "draft_length_mean",
-            "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of "
-            "plans",
-            is_gauge=True,
-        ),
-    ] = 0.0
-    verify_idle_share: Annotated[
-        float,
-        Metric(
-            "verify_idle_share",
-            "Share of the last two seconds without a step because every request waited for its draft",
-            is_gauge=True,
-        ),
-    ] = 0.0
+    knee: float | None = shown(
+        "verify_knee_tokens",
+        "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
+        is_gauge=True,
+        default=None,
+    )
+    draft_length_mean: float = shown(
+        "draft_length_mean",
+        "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of plans",
+        is_gauge=True,
+        default=0.0,
+    )
+    verify_idle_share: float = shown(
+        "verify_idle_share",
+        "Share of the last two seconds without a step because every request waited for its draft",
+        is_gauge=True,
+        default=0.0,
+    )
     counters: EngineCounters = field(default_factory=EngineCounters)
     requests: tuple[RequestLoad, ...] = ()
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered

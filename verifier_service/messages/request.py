@@ -403,25 +403,14 @@ class Request:
 
     @classmethod
     def of(cls, message: GenerationRequest, now_s: float) -> Request:
+        """Return the record of a message that has come, whose fields it takes over under their names."""
         target_ms = message.target_inter_token_ms
         return cls(
-            request_id=message.request_id,
-            sampling=message.sampling,
+            **{name: getattr(message, name) for name in _TAKEN_OVER},
             token_ids=[*message.prompt_token_ids, *message.output_token_ids],
             num_prompt_tokens=len(message.prompt_token_ids),
-            plan=message.plan,
             arrival_s=now_s,
-            group_id=message.group_id,
-            cache_salt=message.cache_salt,
-            partition=message.partition,
-            history_key=message.history_key,
-            may_learn=message.may_learn,
-            prediction_token_ids=message.prediction_token_ids,
-            priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
-            trace_parent=message.trace_parent,
-            hands_over=message.hands_over,
-            is_background=message.is_background,
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )
 
@@ -437,3 +426,6 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether the next step of this request samples: all tokens but the last have KV."""
         return self.num_computed_tokens >= self.num_tokens - 1
+
+
+_TAKEN_OVER = {each.name for each in fields(Request)} & {each.name for each in fields(GenerationRequest)}
