@@ -20,7 +20,7 @@ from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
-from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
+from outrider.cluster.gateway.choice import GatewayChunk, Usage
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
@@ -81,15 +81,12 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def GenerateUnary(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        choices: dict[int, list[GatewayChunk]] = {}
         try:
             valid = await self._gateway.parse(request_input(request))
-            async with aclosing(self._gateway.generate(valid, whole=True)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    choices.setdefault(chunk.index, []).append(chunk)
+            choices = await self._gateway.whole(valid)
         except OutriderError as error:
             await abort(context, error)
-        return _response_message([choices[index] for index in sorted(choices)], valid.warnings)
+        return _response_message(choices, valid.warnings)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=await self._every.abort(request.request_ids))
@@ -167,19 +164,14 @@ def _chunk_message(chunk: GatewayChunk, warnings: Sequence[str]) -> pb.GenerateC
     return message
 
 
-def _response_message(choices: list[list[GatewayChunk]], warnings: Sequence[str]) -> pb.GenerateResponse:
-    usages = [chunks[-1].usage for chunks in choices]
-    return pb.GenerateResponse(
-        request_id=choices[0][0].request_id,
-        choices=[_choice_message(joined(chunks)) for chunks in choices],
-        usage=_usage_message([usage for usage in usages if usage is not None]),
+def _response_message(choices: list[GatewayChunk], warnings: Sequence[str]) -> pb.GenerateResponse:
+    message = pb.GenerateResponse(
+        request_id=choices[0].request_id,
+        usage=_usage_message([chunk.usage for chunk in choices if chunk.usage is not None]),
         warnings=warnings,
     )
-
-
-def _choice_message(chunk: GatewayChunk) -> pb.Choice:
-    message = pb.Choice(index=chunk.index)
-    _fill(message, chunk)
+    for chunk in choices:
+        _fill(message.choices.add(index=chunk.index), chunk)
     return message
 
 

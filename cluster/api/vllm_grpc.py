@@ -243,12 +243,7 @@ async def _streamed(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb
 
 
 async def _collected(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb.GenerateResponse]:
-    parts: dict[int, list[GatewayChunk]] = {}
-    async with aclosing(gateway.generate(request, whole=True)) as chunks:  # type: ignore[type-var]
-        async for chunk in chunks:
-            parts.setdefault(chunk.index, []).append(chunk)
-    for index in sorted(parts):
-        whole = joined(parts[index])
+    for whole in await gateway.whole(request):
         message = _complete_message(whole, request)
         _fill_logprobs(message, whole, request)
         yield pb.GenerateResponse(complete=message)

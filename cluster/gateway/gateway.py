@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from outrider.cluster.common.api_keys import shown_key
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
-from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
+from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, joined, log_end
 from outrider.cluster.gateway.next_turn import NextTurnPrefill, PrefillBackend
 from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, RequestParser, ValidRequest
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
@@ -102,6 +103,14 @@ class Gateway:
         """
         generate = functools.partial(self._generate, interval=sys.maxsize if whole else self._stream_interval)
         return generate(request) if self._tracing is None else self._tracing.request(request, generate)
+
+    async def whole(self, request: ValidRequest) -> list[GatewayChunk]:
+        """Generate to the end; return each choice as one chunk, in order."""
+        parts: dict[int, list[GatewayChunk]] = {}
+        async with aclosing(self.generate(request, whole=True)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                parts.setdefault(chunk.index, []).append(chunk)
+        return [joined(parts[index]) for index in sorted(parts)]
 
     async def _generate(self, request: ValidRequest, *, interval: int) -> AsyncIterator[GatewayChunk]:
         started_s = self._clock()

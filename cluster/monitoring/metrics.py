@@ -48,128 +48,105 @@ class Definition:
         return tuple(f"{prefix}{self.name}{suffix}" for prefix in prefixes)
 
 
-SUCCESS = Definition(
-    name="request_success",
-    kind="counter",
-    formula="Choices that ended with a finish reason; = sum over reasons stop, length, abort",
-    labels=(*LABELS, "finished_reason"),
+def _counter(name: str, formula: str, *labels: str, has_alias: bool = False) -> Definition:
+    return Definition(name=name, kind="counter", formula=formula, labels=(*LABELS, *labels), has_alias=has_alias)
+
+
+def _histogram(name: str, formula: str, *, buckets: tuple[float, ...], has_alias: bool = False) -> Definition:
+    return Definition(name=name, kind="histogram", formula=formula, buckets=buckets, has_alias=has_alias)
+
+
+SUCCESS = _counter(
+    "request_success",
+    "Choices that ended with a finish reason; = sum over reasons stop, length, abort",
+    "finished_reason",
     has_alias=True,
 )
-FAILURES = Definition(
-    name="gateway_request_failures",
-    kind="counter",
-    formula="Accepted prompts that ended in an error; reason is the error's class",
-    labels=(*LABELS, "reason"),
+FAILURES = _counter(
+    "gateway_request_failures", "Accepted prompts that ended in an error; reason is the error's class", "reason"
 )
 IN_PROGRESS = Definition(
-    name="gateway_requests_in_progress",
     kind="gauge",
+    name="gateway_requests_in_progress",
     formula="Prompts being generated: accepted and neither finished, failed nor cancelled",
 )
-PROMPT_TOKENS = Definition(
-    name="prompt_tokens",
-    kind="counter",
-    formula="Prompt tokens of accepted requests, once per prompt whatever n is",
+PROMPT_TOKENS = _counter(
+    "prompt_tokens", "Prompt tokens of accepted requests, once per prompt whatever n is", has_alias=True
+)
+GENERATION_TOKENS = _counter(
+    "generation_tokens",
+    "Tokens published to clients, the stop token included, those behind a stop string left out",
     has_alias=True,
 )
-GENERATION_TOKENS = Definition(
-    name="generation_tokens",
-    kind="counter",
-    formula="Tokens published to clients, the stop token included, those behind a stop string left out",
-    has_alias=True,
+REQUEST_PROMPT_TOKENS = _histogram(
+    "request_prompt_tokens", "Prompt tokens of an accepted prompt", buckets=TOKEN_BUCKETS, has_alias=True
 )
-REQUEST_PROMPT_TOKENS = Definition(
-    name="request_prompt_tokens",
-    kind="histogram",
-    formula="Prompt tokens of an accepted prompt",
+REQUEST_PARAMS_N = _histogram(
+    "request_params_n", "Choices asked for of an accepted prompt", buckets=CHOICE_BUCKETS, has_alias=True
+)
+REQUEST_PARAMS_MAX_TOKENS = _histogram(
+    "request_params_max_tokens",
+    "Output tokens that a choice of an accepted prompt may have",
     buckets=TOKEN_BUCKETS,
     has_alias=True,
 )
-REQUEST_PARAMS_N = Definition(
-    name="request_params_n",
-    kind="histogram",
-    formula="Choices asked for of an accepted prompt",
-    buckets=CHOICE_BUCKETS,
-    has_alias=True,
-)
-REQUEST_PARAMS_MAX_TOKENS = Definition(
-    name="request_params_max_tokens",
-    kind="histogram",
-    formula="Output tokens that a choice of an accepted prompt may have",
-    buckets=TOKEN_BUCKETS,
-    has_alias=True,
-)
-TIME_TO_FIRST_TOKEN = Definition(
-    name="time_to_first_token_seconds",
-    kind="histogram",
-    formula="Time of a choice's first tokens - time the gateway accepted the request",
+TIME_TO_FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds",
+    "Time of a choice's first tokens - time the gateway accepted the request",
     buckets=TIME_TO_FIRST_TOKEN_BUCKETS_S,
     has_alias=True,
 )
-INTER_TOKEN_LATENCY = Definition(
-    name="inter_token_latency_seconds",
-    kind="histogram",
-    formula="Time between two consecutive outputs of a choice, each of one or (speculation) several tokens",
+INTER_TOKEN_LATENCY = _histogram(
+    "inter_token_latency_seconds",
+    "Time between two consecutive outputs of a choice, each of one or (speculation) several tokens",
     buckets=INTER_TOKEN_BUCKETS_S,
     has_alias=True,
 )
-E2E_LATENCY = Definition(
-    name="e2e_request_latency_seconds",
-    kind="histogram",
-    formula="Time of a choice's finish reason - time the gateway accepted the request",
+E2E_LATENCY = _histogram(
+    "e2e_request_latency_seconds",
+    "Time of a choice's finish reason - time the gateway accepted the request",
     buckets=E2E_BUCKETS_S,
     has_alias=True,
 )
-HANDOVERS = Definition(
-    name="handovers",
-    kind="counter",
-    formula="Requests that another verifier took over with their KV (taken: from the one that computed the prompt; "
+HANDOVERS = _counter(
+    "handovers",
+    "Requests that another verifier took over with their KV (taken: from the one that computed the prompt; "
     "moved: from one that drained or was crowded), or could not take (not_taken, with the reason)",
-    labels=(*LABELS, "outcome", "reason"),
+    "outcome",
+    "reason",
 )
-HANDOVER_WAIT = Definition(
-    name="handover_wait_seconds",
-    kind="histogram",
-    formula="Time of the first output of the verifier that took a request over - time from which it stood still",
+HANDOVER_WAIT = _histogram(
+    "handover_wait_seconds",
+    "Time of the first output of the verifier that took a request over - time from which it stood still",
     buckets=INTER_TOKEN_BUCKETS_S,
 )
-NUM_DRAFTS = Definition(
-    name="spec_decode_num_drafts",
-    kind="counter",
-    formula="Verifications with a draft that was not empty, of requests that ended",
+NUM_DRAFTS = _counter(
+    "spec_decode_num_drafts", "Verifications with a draft that was not empty, of requests that ended", has_alias=True
+)
+NUM_DRAFT_TOKENS = _counter(
+    "spec_decode_num_draft_tokens", "Draft tokens scheduled for verification, of requests that ended", has_alias=True
+)
+NUM_ACCEPTED_TOKENS = _counter(
+    "spec_decode_num_accepted_tokens",
+    "Draft tokens accepted; rate = this / num_draft_tokens, mean acceptance length = 1 + this / num_drafts",
     has_alias=True,
 )
-NUM_DRAFT_TOKENS = Definition(
-    name="spec_decode_num_draft_tokens",
-    kind="counter",
-    formula="Draft tokens scheduled for verification, of requests that ended",
+NUM_ACCEPTED_PER_POSITION = _counter(
+    "spec_decode_num_accepted_tokens_per_pos",
+    "Draft tokens accepted at each position of a draft, from 0; sums to num_accepted_tokens",
+    "position",
     has_alias=True,
 )
-NUM_ACCEPTED_TOKENS = Definition(
-    name="spec_decode_num_accepted_tokens",
-    kind="counter",
-    formula="Draft tokens accepted; rate = this / num_draft_tokens, mean acceptance length = 1 + this / num_drafts",
-    has_alias=True,
-)
-NUM_ACCEPTED_PER_POSITION = Definition(
-    name="spec_decode_num_accepted_tokens_per_pos",
-    kind="counter",
-    formula="Draft tokens accepted at each position of a draft, from 0; sums to num_accepted_tokens",
-    labels=(*LABELS, "position"),
-    has_alias=True,
-)
-NEXT_TURN_PREFILLS = Definition(
-    name="next_turn_prefills",
-    kind="counter",
-    formula="Chats that ended with --next-turn-prefill on; outcome done: the beginning of the next turn is cached, "
+NEXT_TURN_PREFILLS = _counter(
+    "next_turn_prefills",
+    "Chats that ended with --next-turn-prefill on; outcome done: the beginning of the next turn is cached, "
     "late: no verifier was idle in time, failed: by an error, skipped: it is too long, its verifier is not known, or "
     "too many others are under way",
-    labels=(*LABELS, "outcome"),
+    "outcome",
 )
-NEXT_TURN_TOKENS = Definition(
-    name="next_turn_prefilled_tokens",
-    kind="counter",
-    formula="Tokens computed ahead: over prefills that are done, tokens of the beginning - those found in the cache",
+NEXT_TURN_TOKENS = _counter(
+    "next_turn_prefilled_tokens",
+    "Tokens computed ahead: over prefills that are done, tokens of the beginning - those found in the cache",
 )
 GATEWAY_DEFINITIONS = (
     SUCCESS,
