@@ -208,7 +208,7 @@ def _switches(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
     for key, value in metadata:
         if not key.startswith(METADATA_PREFIX):
             continue
-        name = _SWITCHES.get(key)
+        name = _SWITCHES.get(key.replace("_", "-"))
         if name is None or isinstance(value, bytes):
             raise InvalidRequest(f"{key} is not known; there are {', '.join(_SWITCHES)}", key)
         read, expectation = next(reader for kind, reader in _READERS.items() if kind in get_args(kind_of(name)))

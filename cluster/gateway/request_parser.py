@@ -86,7 +86,7 @@ _SAME = {each.name for each in fields(RequestInput)} & {each.name for each in fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
-    """One prompt, checked: only `RequestParser.parse` makes one."""
+    """One prompt, checked: `RequestParser.parse` makes one, and `LLM`."""
 
     message: GenerationRequest  # of its only, or first, choice
     n: int
@@ -265,6 +265,8 @@ class RequestParser:
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
         acceptance = self._acceptance(request.rejection_sample_method)
+        if self.model.rollouts:
+            require_lossless(acceptance)
         max_tokens = _max_tokens(request, num_free_tokens)
         read = {
             "top_k": self._top_k(request.top_k),
@@ -276,10 +278,8 @@ class RequestParser:
             "stop_token_ids": stop_token_ids,
             "allowed_token_ids": tuple(allowed or ()),
             "logit_bias": tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
+            "bad_words": await self._bad_words(request.bad_words or ()),
         }
-        if self.model.rollouts:
-            require_lossless(acceptance)
-        read["bad_words"] = await self._bad_words(request.bad_words or ())
         given = {name: getattr(request, name) for name in _SAME} | read
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
