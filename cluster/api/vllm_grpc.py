@@ -17,7 +17,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, TypeAlias, get_args
+from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
 import grpc
 from smg_grpc_proto.generated import common_pb2 as common
@@ -28,7 +28,7 @@ from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, joined
-from outrider.cluster.gateway.client_fields import METADATA, METADATA_PREFIX, VLLM, kind_of, metadata_key, named_at
+from outrider.cluster.gateway.client_fields import METADATA, METADATA_PREFIX, VLLM, ClientFields, metadata_key, named_at
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
@@ -211,7 +211,7 @@ def _switches(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
         name = _SWITCHES.get(key.replace("_", "-"))
         if name is None or isinstance(value, bytes):
             raise InvalidRequest(f"{key} is not known; there are {', '.join(_SWITCHES)}", key)
-        read, expectation = next(reader for kind, reader in _READERS.items() if kind in get_args(kind_of(name)))
+        read, expectation = next(reader for kind, reader in _READERS.items() if kind in get_args(_KINDS[name]))
         try:
             switches[name] = read(value)
         except (ValueError, KeyError) as error:
@@ -223,6 +223,7 @@ def _boolean(text: str) -> bool:
     return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
 
 
+_KINDS = get_type_hints(ClientFields)
 _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     bool: (_boolean, "true or false"),
     int: (int, "an integer"),

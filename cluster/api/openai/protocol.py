@@ -122,9 +122,7 @@ def with_client_fields(names: Mapping[str, str]) -> Callable[[type[BodyT]], type
     added: dict[str, Any] = {name: (kind_of(ours), None) for ours, name in names.items()}
 
     def add(body: type[BodyT]) -> type[BodyT]:
-        about = {"__module__": body.__module__, "__doc__": body.__doc__}
-        whole: type[BodyT] = create_model(body.__name__, __base__=body, **about, **added)
-        return whole
+        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added)
 
     return add
 
