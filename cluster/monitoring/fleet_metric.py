@@ -13,16 +13,10 @@ from prometheus_client.utils import floatToGoString
 
 from outrider.cluster.monitoring.metrics import LABELS, OWN_PREFIX, Definition
 from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, VerifierReport, VerifierState
-from outrider.verifier_service.messages.counts import (
-    NO_VALUES,
-    EngineCounters,
-    FetchCounts,
-    HistogramCounts,
-    Metric,
-    metrics_of,
-)
+from outrider.verifier_service.messages.counts import NO_VALUES, EngineCounters, FetchCounts, HistogramCounts
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import EngineLoad
+from outrider.verifier_service.messages.metric import Metric, metrics_of
 
 Value = float | HistogramCounts
 Rows = Iterable[tuple[tuple[str, ...], Value]]  # (label values after model_name, sample)

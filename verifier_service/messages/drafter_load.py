@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.messages.counts import GraphCounts, shown
+from outrider.verifier_service.messages.counts import GraphCounts
+from outrider.verifier_service.messages.metric import shown
 
 
 @dataclass(slots=True)

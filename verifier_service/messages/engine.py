@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field
 
 import msgspec
 
-from outrider.verifier_service.messages.counts import EngineCounters, shown
+from outrider.verifier_service.messages.counts import EngineCounters
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.handover import (
     HANDOVER_MESSAGES,
@@ -19,6 +19,7 @@ from outrider.verifier_service.messages.handover import (
     TakeKV,
     TakenFrame,
 )
+from outrider.verifier_service.messages.metric import shown
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, head_of, packed, unpacked

@@ -9,7 +9,7 @@ from outrider.cluster.monitoring.fleet_metrics import FLEET_DEFINITIONS, FleetMe
 from outrider.cluster.monitoring.metrics import GATEWAY_DEFINITIONS, GatewayMetrics
 from outrider.cluster.monitoring.metrics_page import PAGE, metrics_page
 from outrider.cluster.router.fleet import FleetSnapshot
-from outrider.verifier_service.messages.counts import metrics_of
+from outrider.verifier_service.messages.metric import metrics_of
 
 
 def registry_of(snapshot: FleetSnapshot | None, *, vllm_aliases: bool = True) -> CollectorRegistry:
