@@ -153,8 +153,11 @@ class Gateway:
             len(request.prompt_token_ids), num_choices=request.n, max_tokens=request.sampling.max_tokens
         )
         shared: dict[str, Any] = {"metrics": self.metrics, "clock": self._clock, "started_s": started_s}
-        of = functools.partial(Choice.of, request, **shared, tells_cached=self.model.tells_cached)
-        begun = [of(index, each, self.text, self.model.eos_token_ids) for index, each in enumerate(choices)]
+        shared["tells_cached"] = self.model.tells_cached
+        begun = [
+            Choice.of(request, index, each, self.text, self.model.eos_token_ids, **shared)
+            for index, each in enumerate(choices)
+        ]
         generation = Generation(begun, self._backend, interval)
         self._running[request.request_id] = generation
         return generation

@@ -51,7 +51,7 @@ class Shown:
 
         def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
             for replica, owner in self.owners(snapshot):
-                value = None if owner is None else getattr(owner, name)
+                value: Any = None if owner is None else getattr(owner, name)
                 if metric.by:
                     yield from (((replica, key), count) for key, count in value.items())
                 elif value is not None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Protocol, get_type_hints
 
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -43,7 +43,7 @@ def ranges_of(kind: type) -> dict[str, Range]:
     return {name: note for name, note in noted.items() if isinstance(note, Range)}
 
 
-def check_ranges(params: Any) -> None:
+def check_ranges(params: object) -> None:
     """Raise `ValueError` naming the field that is out of its bounds; None, where a field may be that, is in all."""
     for name, allowed in ranges_of(type(params)).items():
         value = getattr(params, name)
