@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Protocol, get_type_hints
 
 from outrider.verifier_service.messages.history import PastResponse
@@ -35,12 +34,16 @@ class Range:
         return self.text or f"in {'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
 
 
-@cache
+_RANGES: dict[type, dict[str, Range]] = {}  # of the classes that were asked for
+
+
 def ranges_of(kind: type) -> dict[str, Range]:
     """Return the bounds of a dataclass's fields: those that are annotated with a `Range`."""
-    hints = get_type_hints(kind, include_extras=True)
-    noted = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: note for name, note in noted.items() if isinstance(note, Range)}
+    if kind not in _RANGES:
+        hints = get_type_hints(kind, include_extras=True)
+        noted = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+        _RANGES[kind] = {name: note for name, note in noted.items() if isinstance(note, Range)}
+    return _RANGES[kind]
 
 
 def check_ranges(params: object) -> None:
