@@ -23,14 +23,13 @@ from outrider.cluster.common.security import bind
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput
-from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
+from outrider.cluster.gateway.structured_format import message_structure
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.messages.request import (
     FinishReason,
     SpeculationMetrics,
-    StructuredKind,
     TokenLogprobs,
     TokenOrigin,
 )
@@ -122,7 +121,6 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
     if kind is None:
         raise InvalidRequest("prompt must be given as text or token_ids", "prompt")
     sampling = request.sampling
-    structure = _structure(sampling)
     return RequestInput(
         request_id=request.request_id or None,
         prompt=request.text if kind == "text" else list(request.token_ids.ids),
@@ -131,19 +129,10 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
         stop_token_ids=list(sampling.stop_token_ids),
         logit_bias=dict(sampling.logit_bias),
         bad_words=list(sampling.bad_words),
-        structured=None if structure is None else structure.output,
-        warnings=() if structure is None else structure.warnings,
+        **message_structure(sampling, sampling.WhichOneof("structured_output")),
         **_optional_fields(sampling),
         **_optional_fields(request),
     )
-
-
-def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
-    name = sampling.WhichOneof("structured_output")
-    if name is None:
-        return None
-    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
-    return structure_of(StructuredKind(name), value, name)
 
 
 def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from outrider.cluster.gateway.choice import GatewayChunk, joined
 from outrider.cluster.gateway.client_fields import METADATA, METADATA_PREFIX, VLLM, ClientFields, metadata_key, named_at
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
-from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
+from outrider.cluster.gateway.structured_format import message_structure
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind, TokenLogprobs
 
@@ -168,7 +168,7 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("input must be given as tokenized or text", "input")
-    structure = _structure(request.sampling_params)
+    form = request.sampling_params.WhichOneof("constraint")
     return RequestInput(
         request_id=request.request_id or None,
         prompt=request.text if kind == "text" else list(request.tokenized.input_ids),
@@ -179,18 +179,9 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
         logit_bias=dict(request.sampling_params.logit_bias),
         skip_special_tokens=request.sampling_params.skip_special_tokens,  # stop strings depend on it
         **{name: sampling[name] for name in SAMPLING_FIELDS if name in sampling},
-        structured=None if structure is None else structure.output,
-        warnings=() if structure is None else structure.warnings,
+        **message_structure(request.sampling_params, form if form in STRUCTURED_FIELDS else None),
         **_switches(metadata),
     )
-
-
-def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
-    name = sampling.WhichOneof("constraint")
-    if name not in STRUCTURED_FIELDS:
-        return None
-    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
-    return structure_of(StructuredKind(name), value, name)
 
 
 def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozenset[str]) -> dict[str, Any]:

@@ -56,6 +56,15 @@ class NamedStructure:
     warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
 
 
+def message_structure(message: Any, name: str | None) -> dict[str, Any]:
+    """Read the form that a protobuf message has in its field `name`; return the fields of a `RequestInput`."""
+    if name is None:
+        return {}
+    value = list(message.choice.choices) if name == "choice" else getattr(message, name)
+    structure = structure_of(StructuredKind(name), value, name)
+    return {} if structure is None else {"structured": structure.output, "warnings": structure.warnings}
+
+
 def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
     """Read a body's OPENAI_FIELDS; raises `InvalidRequest` naming the bad one."""
     given = {name: fields[name] for name in OPENAI_FIELDS if fields.get(name) is not None}
