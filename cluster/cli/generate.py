@@ -8,9 +8,18 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import config_option, model_options
+from outrider.cluster.cli.options import config_option, model_options, with_options
 from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+
+_SAMPLING = {
+    "max_tokens": 64,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}  # options, and their defaults
+_HELP = {"top_k": "0 and -1: off."}
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -25,11 +34,12 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 )
 @click.option("--chat", "is_chat", is_flag=True, help="A prompt is what a user says: use the model's chat template.")
 @click.option("--system", help="A first message that tells the model how to behave; needs --chat.")
-@click.option("--max-tokens", type=int, default=64, show_default=True)
-@click.option("--temperature", type=float, default=0.0, show_default=True)
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 and -1: off.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
+@with_options(
+    [
+        click.option(f"--{name.replace('_', '-')}", default=default, show_default=True, help=_HELP.get(name))
+        for name, default in _SAMPLING.items()
+    ]
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option("--drafter-process", is_flag=True, help="Draft in a process on a core of its own.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON line per prompt, as it ends.")
@@ -40,12 +50,6 @@ def generate(
     system: str | None,
     drafter_process: bool,
     as_json: bool,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    ignore_eos: bool,
     **options: Any,
 ) -> None:
     """Generate without a server, with the same engine and drafter code. With --seed, text is the same every time."""
@@ -54,16 +58,9 @@ def generate(
     from outrider.cluster.offline.sampling_params import SamplingParams
 
     with usage_errors():
+        given = {name: options.pop(name) for name in (*_SAMPLING, "ignore_eos")}
         offline_config(options)  # a wrong option is reported before a wrong prompt
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            ignore_eos=ignore_eos,
-            seed=options["seed"],
-        )
+        sampling = SamplingParams(**given, seed=options["seed"])
         lines = generation.read_lines(prompt_texts, prompts_file, is_chat=is_chat, system=system)
         is_silent = bool(lines)
         run = generation.run(options, lines, sampling, drafter_process=drafter_process, as_json=as_json)

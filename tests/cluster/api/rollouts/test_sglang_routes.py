@@ -426,3 +426,9 @@ async def test_one_verifier_that_refuses_is_named(tmp_path: Path):
         answer = await post(fleet, "/update_weights_from_disk", {"model_path": "/nowhere"}, status=400)
         assert "verifier v" in answer["message"]
         assert "there is no folder /nowhere" in answer["message"]
+
+
+async def test_the_document_names_every_operation_once(fleet: TrainedFleet):
+    document = (await fleet.http.get("/openapi.json")).json()
+    names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(set(names)) == len(names)
