@@ -38,6 +38,12 @@ class InvalidRequest(OutriderError):
         self.field = field
 
 
+def require_field(condition: bool, field: str, expectation: str) -> None:
+    """Raise `InvalidRequest` naming a field, unless the condition holds."""
+    if not condition:
+        raise InvalidRequest(f"{field} must be {expectation}", field)
+
+
 class ModelNotFound(InvalidRequest):
     """The request names a model that is not served here."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.cluster.common.api_keys import NO_KEY, KeyPolicy, ShownKey
-from outrider.cluster.common.errors import ContextTooLong, InvalidRequest
+from outrider.cluster.common.errors import ContextTooLong, InvalidRequest, require_field
 from outrider.cluster.gateway.client_fields import ClientFields
 from outrider.cluster.gateway.detokenizer import Detokenizer
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
@@ -157,7 +157,7 @@ class RequestParser:
         request = self._with_defaults(request)
         is_kept = request.store is not False and key.policy is not KeyPolicy.NEVER
         num_choices = 1 if request.n is None else request.n
-        _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
+        require_field(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
         stop = _stop_strings(request.stop)
         prompt_token_ids = await self._prompt_token_ids(request)
         num_free_tokens = self.model.max_model_len - len(prompt_token_ids)
@@ -201,9 +201,9 @@ class RequestParser:
     def _kv_transfer(self, request: RequestInput, num_choices: int) -> dict[str, Any]:
         """Return what a proxy wants of the prompt's KV; several choices share a prompt, which stays where they are."""
         wanted = request.kv_transfer or NO_TRANSFER
-        _require(self.model.hands_over or request.kv_transfer is None, FIELD, "left out: it is our own engine's")
+        require_field(self.model.hands_over or request.kv_transfer is None, FIELD, "left out: it is our own engine's")
         is_one_token = request.max_tokens == 1 or not wanted.hands_over
-        _require(is_one_token, request.max_tokens_field, f"1 with do_remote_decode in {FIELD}")
+        require_field(is_one_token, request.max_tokens_field, f"1 with do_remote_decode in {FIELD}")
         wanted = wanted if num_choices == 1 else NO_TRANSFER
         return {"hands_over": wanted.hands_over, "kv_source": wanted.source}
 
@@ -215,16 +215,16 @@ class RequestParser:
         """Return the key of the request's history; what is not kept has none, in rollouts and elsewhere."""
         key = request.history_key
         if not self.model.rollouts:
-            _require(key is None, "history_key", "left out: this service was not started with --rollouts")
+            require_field(key is None, "history_key", "left out: this service was not started with --rollouts")
         fits = key is None or len(key) <= MAX_HISTORY_KEY_CHARS
-        _require(fits, "history_key", f"at most {MAX_HISTORY_KEY_CHARS} characters")
+        require_field(fits, "history_key", f"at most {MAX_HISTORY_KEY_CHARS} characters")
         return key or None if is_kept else ""
 
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
         if not request.prediction:
             return ()
         is_long = self.text.is_longer_than(request.prediction, self.model.max_model_len)
-        _require(not is_long, "prediction", f"at most what {self.model.max_model_len} tokens can have")
+        require_field(not is_long, "prediction", f"at most what {self.model.max_model_len} tokens can have")
         return (await self.text.encode(request.prediction, add_special_tokens=False))[: self.model.max_model_len]
 
     async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ class RequestParser:
             ids = await self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:
             ids = tuple(request.prompt)
-        _require(bool(ids), field, "at least one token: it is empty, and the tokenizer adds none")
+        require_field(bool(ids), field, "at least one token: it is empty, and the tokenizer adds none")
         if len(ids) >= limit:
             raise ContextTooLong(limit, f"{len(ids)} tokens", field)
         self.require_in_vocabulary(ids, field)
@@ -253,14 +253,14 @@ class RequestParser:
         """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""
         known = tuple(ids)  # of a long prompt, looked through at once: one by one takes ten times as long
         in_bounds = not known or (min(known) >= 0 and max(known) < self.model.vocab_size)
-        _require(in_bounds, field, f"token ids in [0, {self.model.vocab_size})")
+        require_field(in_bounds, field, f"token ids in [0, {self.model.vocab_size})")
 
     async def _sampling(self, request: RequestInput, num_free_tokens: int) -> SamplingParams:
         stop_token_ids = tuple(request.stop_token_ids or ())
-        _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
+        require_field(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
         allowed = request.allowed_token_ids
-        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "one token at least")
+        require_field(allowed is None or len(allowed) > 0, "allowed_token_ids", "one token at least")
         self.require_in_vocabulary(allowed or (), "allowed_token_ids")
         logit_bias = request.logit_bias or {}
         self.require_in_vocabulary(logit_bias, "logit_bias")
@@ -302,7 +302,9 @@ class RequestParser:
         except ValueError as error:
             raise InvalidRequest(f"rejection_sample_method {error}", "rejection_sample_method") from error
         is_allowed = not rule.is_lossy or self.model.allows_lossy
-        _require(is_allowed, "rejection_sample_method", f"no {rule}: the service has no --allow-typical-acceptance")
+        require_field(
+            is_allowed, "rejection_sample_method", f"no {rule}: the service has no --allow-typical-acceptance"
+        )
         return rule
 
     def _logprobs_mode(self, request: RequestInput) -> LogprobsMode | None:
@@ -312,7 +314,7 @@ class RequestParser:
             has_some = request.logprobs is not None or request.prompt_logprobs is not None
             return self.model.logprobs_mode if has_some else None
         modes = [mode.value for mode in LogprobsMode]
-        _require(name in modes, "logprobs_mode", f"one of {', '.join(modes)}")
+        require_field(name in modes, "logprobs_mode", f"one of {', '.join(modes)}")
         return LogprobsMode(name)
 
     def _draft_cap(self, request: RequestInput) -> int | None:
@@ -337,7 +339,7 @@ def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:
         default = request.default_max_tokens
         return num_free_tokens if default is None else min(default, num_free_tokens)
     smallest = 0 if request.echo else 1
-    _require(request.max_tokens >= smallest, request.max_tokens_field, f"at least {smallest}")
+    require_field(request.max_tokens >= smallest, request.max_tokens_field, f"at least {smallest}")
     return max(1, min(request.max_tokens, num_free_tokens))
 
 
@@ -357,9 +359,9 @@ def _num_prompt_logprobs(request: RequestInput) -> int | None:
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    _require(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
+    require_field(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
     fits = all(1 <= len(string) <= MAX_STOP_STRING_CHARS for string in strings)
-    _require(fits, "stop", f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
+    require_field(fits, "stop", f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
     return strings
 
 
@@ -371,15 +373,10 @@ def is_safe_id(text: str) -> bool:
 def _request_id(given: str | None) -> str:
     if not given:
         return uuid.uuid4().hex
-    _require(is_safe_id(given), "request_id", f"at most {MAX_REQUEST_ID_CHARS} printable ASCII characters")
+    require_field(is_safe_id(given), "request_id", f"at most {MAX_REQUEST_ID_CHARS} printable ASCII characters")
     return given
 
 
 def _label(given: str | None, field: str) -> str | None:
-    _require(given is None or len(given) <= MAX_LABEL_CHARS, field, f"at most {MAX_LABEL_CHARS} characters")
+    require_field(given is None or len(given) <= MAX_LABEL_CHARS, field, f"at most {MAX_LABEL_CHARS} characters")
     return given or None
-
-
-def _require(condition: bool, field: str, expectation: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{field} must be {expectation}", field)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.errors import InvalidRequest, require_field
 from outrider.cluster.common.hints import did_you_mean
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 from outrider.verifier_service.messages.structured_output import check_structured, fitted_schema, warning_of
@@ -88,18 +88,20 @@ def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
 def structure_of(kind: StructuredKind, value: Any, field: str, *, is_strict: bool = False) -> NamedStructure | None:
     """Read one structure; None if a json_object is false."""
     if kind is StructuredKind.JSON_OBJECT:
-        _require(isinstance(value, bool), field, "a boolean")
+        require_field(isinstance(value, bool), field, "a boolean")
         return _named(field, lambda: StructuredOutput(kind=kind)) if value else None
     if kind is StructuredKind.CHOICE:
-        _require(isinstance(value, list) and all(isinstance(item, str) for item in value), field, "a list of strings")
+        require_field(
+            isinstance(value, list) and all(isinstance(item, str) for item in value), field, "a list of strings"
+        )
         return _named(field, lambda: StructuredOutput(kind=kind, choices=tuple(value)))
     if kind is StructuredKind.JSON_SCHEMA and isinstance(value, dict):
         value = json.dumps(value, ensure_ascii=False)
     expectation = "an object or a string" if kind is StructuredKind.JSON_SCHEMA else "a string"
-    _require(isinstance(value, str), field, expectation)
+    require_field(isinstance(value, str), field, expectation)
     if kind is StructuredKind.JSON_SCHEMA:
         return _of_schema(value, field, is_strict=is_strict)
-    _require(len(value) <= MAX_OWN_GRAMMAR_CHARS, field, f"at most {MAX_OWN_GRAMMAR_CHARS} characters")
+    require_field(len(value) <= MAX_OWN_GRAMMAR_CHARS, field, f"at most {MAX_OWN_GRAMMAR_CHARS} characters")
     return _named(field, lambda: StructuredOutput(kind=kind, text=value))
 
 
@@ -114,7 +116,7 @@ def _of_schema(text: str, field: str, *, is_strict: bool) -> NamedStructure:
 
 def _of_response_format(value: Any) -> NamedStructure | None:
     field = "response_format"
-    _require(isinstance(value, dict), field, "an object")
+    require_field(isinstance(value, dict), field, "an object")
     for name in value.keys() - {"type", "json_schema"}:
         raise InvalidRequest(f"{field}: unknown field {name!r}{did_you_mean(name, ['json_schema'])}", field)
     match value.get("type"):
@@ -125,16 +127,16 @@ def _of_response_format(value: Any) -> NamedStructure | None:
         case "json_schema":
             described = value.get("json_schema")
             has_schema = isinstance(described, dict) and isinstance(described.get("schema"), dict)
-            _require(has_schema, field, "an object whose json_schema has an object as schema")
+            require_field(has_schema, field, "an object whose json_schema has an object as schema")
             is_strict = described.get("strict")
-            _require(isinstance(is_strict, bool | None), field, "an object whose json_schema.strict is a boolean")
+            require_field(isinstance(is_strict, bool | None), field, "an object whose json_schema.strict is a boolean")
             return structure_of(StructuredKind.JSON_SCHEMA, described["schema"], field, is_strict=bool(is_strict))
     raise InvalidRequest(f"{field} must be of type text, json_object or json_schema", field)
 
 
 def _of_structured_outputs(value: Any) -> NamedStructure | None:
     field = "structured_outputs"
-    _require(isinstance(value, dict), field, "an object")
+    require_field(isinstance(value, dict), field, "an object")
     found: list[NamedStructure | None] = []
     for name, item in value.items():
         if name in _VLLM_KINDS:
@@ -161,8 +163,3 @@ def _naming(field: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise InvalidRequest(f"{field}{str(error).removeprefix('structured')}", field) from error
-
-
-def _require(condition: bool, field: str, expectation: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{field} must be {expectation}", field)

@@ -23,6 +23,7 @@ from outrider.cluster.api.openai.protocol import ChatBody, ModelBody, parse_body
 from outrider.cluster.api.openai.responses_protocol import ResponsesBody
 from outrider.cluster.common.errors import OutriderError, RequestFailed
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
+from outrider.cluster.gateway.client_fields import Texts
 from outrider.verifier_service.messages.request import FinishReason
 
 OWN_NAMES = {  # of a chat's fields, for errors
@@ -80,7 +81,7 @@ class MessagesBody(CountTokensBody):
     """The body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Texts | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

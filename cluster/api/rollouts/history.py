@@ -20,7 +20,7 @@ from pydantic import Field
 from outrider.cluster.api.openai.endpoints import MAX_BODY_BYTES, read_json
 from outrider.cluster.api.openai.protocol import ModelBody, TokenIds, parse_body, parse_json
 from outrider.cluster.common.api_keys import PARTITION_CHARS, shown_key
-from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
+from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, require_field
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.gateway.request_parser import MAX_HISTORY_KEY_CHARS, MAX_LABEL_CHARS
 from outrider.cluster.gateway.rollout_memory import Exported, RolloutMemory
@@ -53,19 +53,19 @@ class HistoryBody(ModelBody):
         """The key of their history; raises `InvalidRequest` unless exactly one field names it."""
         partition = shown_key.get().partition if self.partition is None else self.partition
         is_name = self.partition is None or re.fullmatch(f"[0-9a-f]{{{PARTITION_CHARS}}}", partition) is not None
-        _require(is_name, "partition", "as GET answered it")
+        require_field(is_name, "partition", "as GET answered it")
         names = [name for name in ("prompt_ids", "history_key", "prompt_hash") if getattr(self, name) is not None]
         if len(names) != 1:
             field = names[-1] if names else "prompt_ids"
             raise InvalidRequest(f"{field}: name one of prompt_ids, history_key and prompt_hash", field)
         if self.history_key is not None:
             is_key = 1 <= len(self.history_key) <= MAX_HISTORY_KEY_CHARS
-            _require(is_key, names[0], f"1 to {MAX_HISTORY_KEY_CHARS} characters")
+            require_field(is_key, names[0], f"1 to {MAX_HISTORY_KEY_CHARS} characters")
         elif self.prompt_hash is not None:
             is_hash = re.fullmatch("[0-9a-f]{32}", self.prompt_hash) is not None
-            _require(is_hash, names[0], "as GET answered it")
+            require_field(is_hash, names[0], "as GET answered it")
             return filed_under_hash(self.prompt_hash, partition)
-        _require(self.prompt_ids != [], names[0], "at least one token")
+        require_field(self.prompt_ids != [], names[0], "at least one token")
         return filed_under(self.history_key, self.prompt_ids or (), partition)
 
 
@@ -106,9 +106,9 @@ def _take_in(body: object, gateway: Gateway, memory: RolloutMemory) -> int:
         gateway.require_in_vocabulary(response, "responses")
     key, version = history.key, history.weight_version
     is_name = version is None or len(version) <= MAX_LABEL_CHARS
-    _require(is_name, "weight_version", f"at most {MAX_LABEL_CHARS} characters")
+    require_field(is_name, "weight_version", f"at most {MAX_LABEL_CHARS} characters")
     is_known = version is None or history.opens_version or memory.knows(version)
-    _require(is_known, "weight_version", "a known one, or come with opens_version true: then it is the newest")
+    require_field(is_known, "weight_version", "a known one, or come with opens_version true: then it is the newest")
     for response in history.responses:
         memory.record(key, response, version)
     return len(history.responses)
@@ -148,8 +148,3 @@ async def _read_lines(request: Request) -> AsyncIterator[tuple[int, bytes]]:
                     yield number, bytes(line)
         if part is None:
             return
-
-
-def _require(condition: bool, field: str, expectation: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{field} must be {expectation}", field)
