@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_drafts_are_the_targets_tokens_of_the_drafted_text(sampling: DraftSampli
             assert list(result.token_ids[:-1]) == right[:-1][: len(result.token_ids) - 1]
     assert num_right > 3 * len(token_ids), "drafts of 6 tokens of the other tokenizer"
     assert all(one.sampling == GREEDY and one.max_nodes == 0 for one in inner.asks)
+
+
+def test_a_draft_ends_before_an_id_that_the_target_does_not_have() -> None:
+    """A tokenizer may know tokens that were added to it and that the model has no row for."""
+    few = TextDrafter(TextReader(TEXT), target_tokenizer=TARGET, draft_tokenizer=DRAFT, target_vocab_size=300)
+    all_, token_ids, num_cut = text_drafter(TextReader(TEXT)), TARGET.encode(TEXT), 0
+    for end in range(1, 60):
+        whole, cut = (draft_of(one, ask(token_ids[:end], ask_id=end)).token_ids for one in (all_, few))
+        assert cut == tuple(itertools.takewhile(lambda token_id: token_id < 300, whole))
+        num_cut += cut != whole
+    assert num_cut > 10
 
 
 def test_a_long_text_is_not_encoded_again_and_again() -> None:
