@@ -457,6 +457,7 @@ class Grpc(GrpcDoor):
         indices = sorted({chunk.index for chunk in chunks})
         parts = [[chunk for chunk in chunks if chunk.index == index] for index in indices]
         num_output = sum(part[-1].usage.completion_tokens for part in parts)
+        assert not any(chunk.warnings for chunk in chunks[1:])
         return Message(
             choices=[self._shown(part) for part in parts],
             usage=(parts[0][-1].usage.prompt_tokens, num_output),

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fakes.backend import FakeBackend, build_gateway, fake_logprobs, says
+from fakes.backend import FakeBackend, build_gateway, fake_logprobs
 from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
@@ -96,20 +96,6 @@ async def test_reflection_lists_the_service(tokenizer):
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
     assert SERVICE_NAME in [service.name for service in answers[0].list_services_response.service]
-
-
-async def test_what_the_output_is_not_held_to_is_said_once(tokenizer):
-    backend = FakeBackend(lambda _: says(tokenizer, "the fox"))
-    schema = '{"type": "array", "uniqueItems": true}'
-    request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(json_schema=schema, n=2))
-    async with serving(backend, tokenizer) as (_, _, stub):
-        first, *others = [chunk async for chunk in stub.Generate(request)]
-        answer = await stub.GenerateUnary(request)
-        plain = await stub.GenerateUnary(pb.GenerateRequest(text="a"))
-    warning = "json_schema: the answer may break what the grammar lacks and leaves out: uniqueItems"
-    assert list(first.warnings) == list(answer.warnings) == [warning]
-    assert not any(chunk.warnings for chunk in others)
-    assert not plain.warnings
 
 
 async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):

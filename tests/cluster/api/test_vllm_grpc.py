@@ -19,16 +19,13 @@ from transformers import AutoTokenizer
 
 from fakes.backend import FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.api import vllm_grpc
-from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.vllm_grpc import SERVICE_NAME, VllmEngineServicer, scheduler_load
-from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.cluster.peers.every_gateway import EveryGateway
 from outrider.verifier_service.messages.request import (
     FinishReason,
-    LogprobsMode,
-    SamplingParams,
     SpeculationMetrics,
 )
+from support.stack import Stack
 
 FLEET = {
     "verifiers": [
@@ -40,14 +37,10 @@ FLEET = {
 
 
 @asynccontextmanager
-async def serving(gateway, **options):
-    running = await start_grpc_server(gateway, "127.0.0.1:0", **options)
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
-    try:
-        yield channel, vllm_engine_pb2_grpc.VllmEngineStub(channel)
-    finally:
-        await channel.close()
-        await running.server.stop(None)
+async def serving(played=()):
+    stack = played if isinstance(played, Stack) else Stack(played)
+    async with stack.rpc() as rpc:
+        yield rpc.channel, vllm_engine_pb2_grpc.VllmEngineStub(rpc.channel)
 
 
 def asks(*ids, stream=True, request_id="r", **sampling):
@@ -71,7 +64,7 @@ async def test_a_stream_is_deltas_and_then_the_whole_choice(tokenizer):
     speculation = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
     ids = tokenizer.encode("日本 fox")
     backend = FakeBackend(lambda _: says(tokenizer, "日本 fox"), speculation=speculation)
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         answers = await responses(stub, asks(5, 6, n=2))
     assert [backend.requests[0].prompt_token_ids, len(backend.requests)] == [(5, 6), 2]
     for index in (0, 1):
@@ -89,23 +82,14 @@ async def test_a_stream_is_deltas_and_then_the_whole_choice(tokenizer):
 
 async def test_text_is_tokenised(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         await responses(stub, pb.GenerateRequest(text="the fox"))
     assert backend.requests[0].prompt_token_ids == tuple(tokenizer.encode("the fox"))
 
 
-async def test_what_is_not_given_takes_vllms_defaults(tokenizer):
-    backend = FakeBackend(lambda _: [[5]])
-    async with serving(build_gateway(backend, tokenizer, max_model_len=64)) as (_, stub):
-        await responses(stub, asks(5, 6))
-        await responses(stub, asks(5, 6, temperature=0.0, logprobs=0))
-    assert backend.requests[0].sampling == SamplingParams(max_tokens=62), "the rest of the context"
-    assert backend.requests[1].sampling == SamplingParams(max_tokens=62, temperature=0.0, logprobs=0), "a given zero"
-
-
 async def test_what_the_output_is_not_held_to_is_logged_for_want_of_a_field(tokenizer, caplog):
     backend = FakeBackend(lambda _: [[5]])
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         await responses(stub, asks(json_schema='{"type": "array", "uniqueItems": true}'))
     (record,) = [record for record in caplog.records if record.name == vllm_grpc.__name__]
     assert "json_schema: the answer may break what the grammar lacks and leaves out: uniqueItems" in record.getMessage()
@@ -149,7 +133,7 @@ def test_every_field_of_the_protocol_is_read_or_refused():
 )
 async def test_what_cannot_be_served_is_named(tokenizer, request_, field):
     backend = FakeBackend(lambda _: [[5]])
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await responses(stub, request_)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -158,28 +142,12 @@ async def test_what_cannot_be_served_is_named(tokenizer, request_, field):
     assert not backend.requests
 
 
-async def test_our_own_switches_come_as_metadata(tokenizer):
+async def test_speculation_is_switched_off_by_metadata(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
-    labels = [("x-outrider-session-id", "s"), ("x-outrider-cache-salt", "salt"), ("x-outrider-priority", "-3")]
-    labels += [("x-outrider-target-inter-token-ms", "20.5"), ("x-outrider-logprobs-mode", "processed_logprobs")]
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
-        await responses(stub, asks(), [("x-outrider-num-speculative-tokens", "3"), *labels, ("x-request-id", "i")])
-        await responses(stub, asks(), [("x-outrider-disable-spec-decode", "True")])
-        await responses(stub, asks(), [("x-outrider-disable-spec-decode", "false")])
-    capped, off, free = backend.requests
-    assert [request.sampling.num_speculative_tokens for request in backend.requests] == [3, 0, None]
-    assert (capped.session_id, capped.cache_salt, capped.priority) == ("s", "salt", -3)
-    assert (off.session_id, off.cache_salt, free.priority) == (None, "", 0)
-    assert (capped.target_inter_token_ms, free.target_inter_token_ms) == (20.5, None)
-    assert (capped.sampling.logprobs_mode, free.sampling.logprobs_mode) == (LogprobsMode.PROCESSED, LogprobsMode.RAW)
-
-
-async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
-    backend = FakeBackend(lambda _: [[5]])
-    async with serving(build_gateway(backend, tokenizer, rollouts=True)) as (_, stub):
-        for metadata in ([], [("x-outrider-history-key", "k")], [("x-outrider-store", "false")]):
-            await responses(stub, asks(), metadata)
-    assert [request.history_key for request in backend.requests] == [None, "k", ""]
+    async with serving(backend) as (_, stub):
+        for word in ("True", "false"):
+            await responses(stub, asks(), [("x-outrider-disable-spec-decode", word)])
+    assert [request.sampling.num_speculative_tokens for request in backend.requests] == [0, None]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +165,7 @@ async def test_in_rollouts_a_history_is_named_and_can_be_declined(tokenizer):
     ],
 )
 async def test_bad_switches_are_named(tokenizer, key, value, field):
-    async with serving(build_gateway(FakeBackend(lambda _: [[5]]), tokenizer)) as (_, stub):
+    async with serving([[5]]) as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await responses(stub, asks(), [(key, value)])
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -214,7 +182,7 @@ async def test_bad_switches_are_named(tokenizer, key, value, field):
 async def test_log_probabilities_stand_beside_their_tokens(tokenizer, num_top, rows):
     backend = FakeBackend(lambda _: [[5, 6], [7]])
     sampling = {"logprobs": num_top, "prompt_logprobs": num_top}
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         streamed = await responses(stub, asks(8, 9, **sampling))
         (whole,) = await responses(stub, asks(8, 9, stream=False, **sampling))
     chunks, last, whole = [answer.chunk for answer in streamed[:-1]], streamed[-1].complete, whole.complete
@@ -248,7 +216,7 @@ async def test_what_stopped_a_choice_is_told(tokenizer, text, reason, sampling, 
     if "stop_token_ids" in sampling:
         sampling = {"stop_token_ids": [ids[char] for char in sampling["stop_token_ids"]]}
     backend = FakeBackend(lambda _: [[ids[char]] for char in text], finish_reason=reason)
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         complete = (await responses(stub, asks(**sampling)))[-1].complete
     kind, value, finish_reason = matched
     assert complete.finish_reason == finish_reason
@@ -259,7 +227,7 @@ async def test_what_stopped_a_choice_is_told(tokenizer, text, reason, sampling, 
 async def test_special_tokens_count_for_stop_strings_unless_skipped(tokenizer):
     ids = [*tokenizer.encode("a"), tokenizer.convert_tokens_to_ids("<|start|>"), *tokenizer.encode("b")]
     sampling = {"stop": ["<|start|>"]}
-    async with serving(build_gateway(FakeBackend(lambda _: [[id_] for id_ in ids]), tokenizer)) as (_, stub):
+    async with serving([[id_] for id_ in ids]) as (_, stub):
         kept = (await responses(stub, asks(**sampling)))[-1].complete
         skipped = (await responses(stub, asks(skip_special_tokens=True, **sampling)))[-1].complete
     assert (kept.finish_reason, list(kept.output_ids)) == ("stop", ids[:2])
@@ -268,7 +236,7 @@ async def test_special_tokens_count_for_stop_strings_unless_skipped(tokenizer):
 
 async def test_abort_ends_a_stream_with_its_reason(tokenizer):
     backend = FakeBackend(lambda _: [[5], None])
-    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+    async with serving(backend) as (_, stub):
         call = stub.Generate(asks(request_id="r"))
         await call.read()
         await stub.Abort(pb.AbortRequest(request_ids=["not running", "r"]))
@@ -278,29 +246,10 @@ async def test_abort_ends_a_stream_with_its_reason(tokenizer):
     assert backend.cancelled == ["r"]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "retry_after"),
-    [
-        (Overloaded("full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "3"),
-        (Unavailable("no verifier"), grpc.StatusCode.UNAVAILABLE, "1"),
-        (KeyError("a fault"), grpc.StatusCode.INTERNAL, None),
-    ],
-)
-async def test_errors_are_told_as_grpc_means_them(tokenizer, error, code, retry_after):
-    async with serving(build_gateway(FakeBackend(lambda _: [[5], error]), tokenizer)) as (_, stub):
-        call = stub.Generate(asks())
-        assert list((await call.read()).chunk.token_ids) == [5]
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call.read()
-    assert raised.value.code() is code
-    assert dict(raised.value.trailing_metadata()).get("retry-after") == retry_after
-    assert "fault" not in raised.value.details()
-
-
 async def test_health_follows_the_verifiers_and_the_drain(tokenizer):
     fleet = {}
-    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: fleet)
-    async with serving(gateway) as (_, stub):
+    stack = Stack([], fleet_load=lambda: fleet)
+    async with serving(stack) as (_, stub):
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "no verifier is ready")
         fleet["verifiers"] = [verifier for verifier in FLEET["verifiers"] if verifier["state"] == "draining"]
@@ -308,12 +257,12 @@ async def test_health_follows_the_verifiers_and_the_drain(tokenizer):
         fleet.update(FLEET)
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (True, "serving")
-        gateway.drain()
+        stack.gateway.drain()
         assert not (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
 
 
 async def test_model_info(tokenizer):
-    async with serving(build_gateway(FakeBackend(lambda _: []), tokenizer)) as (_, stub):
+    async with serving() as (_, stub):
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.served_model_name, info.is_generation, info.supports_vision) == ("tiny", True, False)
     assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (64, 63, len(tokenizer))
@@ -321,15 +270,14 @@ async def test_model_info(tokenizer):
 
 
 async def test_server_info_counts_what_runs(tokenizer):
-    backend = FakeBackend(lambda _: [[5], None])
-    gateway = build_gateway(backend, tokenizer)
-    async with serving(gateway) as (_, stub):
+    stack = Stack([[5], None])
+    async with serving(stack) as (_, stub):
         call = stub.Generate(asks())
         await call.read()
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.active_requests, info.is_paused, info.data_parallel_size) == (1, False, 1)
         call.cancel()
-        gateway.drain()
+        stack.gateway.drain()
         assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_paused
 
 
@@ -351,8 +299,8 @@ async def test_server_info_tells_times(tokenizer):
 
 
 async def test_loads_show_the_fleet_as_one_scheduler(tokenizer):
-    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: FLEET)
-    async with serving(gateway) as (_, stub):
+    stack = Stack([], fleet_load=lambda: FLEET)
+    async with serving(stack) as (_, stub):
         answer = await stub.GetLoads(pb.GetLoadsRequest(include=["core"]))
         other = await stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
     assert (answer.version, answer.dp_rank_count, len(other.loads)) == (version("outrider"), 1, 0)
@@ -364,7 +312,7 @@ async def test_loads_show_the_fleet_as_one_scheduler(tokenizer):
 
 
 async def test_the_tokenizer_comes_as_an_archive(tokenizer, tmp_path):
-    async with serving(build_gateway(FakeBackend(lambda _: []), tokenizer)) as (_, stub):
+    async with serving() as (_, stub):
         chunks = [chunk async for chunk in stub.GetTokenizer(common.GetTokenizerRequest())]
         again = [chunk async for chunk in stub.GetTokenizer(common.GetTokenizerRequest())]
     archive = b"".join(chunk.data for chunk in chunks)
@@ -397,7 +345,7 @@ def test_a_large_archive_is_cut(tokenizer):
     ],
 )
 async def test_what_is_not_there_says_so(tokenizer, call, request_):
-    async with serving(build_gateway(FakeBackend(lambda _: []), tokenizer)) as (_, stub):
+    async with serving() as (_, stub):
         answer = getattr(stub, call)(request_)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await (answer.read() if call == "SubscribeKvEvents" else answer)
@@ -411,7 +359,7 @@ def test_every_call_of_the_protocol_is_served():
 
 
 async def test_reflection_and_health_know_the_service(tokenizer):
-    async with serving(build_gateway(FakeBackend(lambda _: []), tokenizer)) as (channel, _):
+    async with serving() as (channel, _):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = [
             reflection_pb2.ServerReflectionRequest(list_services=""),

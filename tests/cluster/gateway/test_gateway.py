@@ -99,16 +99,6 @@ async def test_closing_cancels_every_choice(tokenizer):
     assert gateway.abort("r") is False
 
 
-async def test_cancelling_the_task_cancels_the_generation(tokenizer):
-    backend = FakeBackend(lambda _: [None])
-    task = asyncio.create_task(collect(build_gateway(backend, tokenizer), request_id="r", prompt="the"))
-    await backend.until_waiting(1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert backend.cancelled == ["r"]
-
-
 async def test_abort_finishes_what_runs_and_shows_what_was_held_back(tokenizer):
     backend = FakeBackend(lambda _: [*says(tokenizer, "ab="), None])
     gateway = build_gateway(backend, tokenizer)

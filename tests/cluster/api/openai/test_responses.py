@@ -15,7 +15,7 @@ from fakes.backend import (
     calls_template,
 )
 from outrider.cluster.api.openai.response_store import ResponseStore
-from outrider.cluster.common.errors import RequestFailed, ResponseNotFound, Unavailable
+from outrider.cluster.common.errors import ResponseNotFound
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
 from support.stack import Stack
@@ -207,18 +207,6 @@ async def test_several_calls_are_items_of_their_own(tokenizer):
         final = await stream.get_final_response()
     assert [(event.output_index, event.arguments) for event in done] == [(0, '{"city": "Rom"}'), (1, '{"city": "Rom"}')]
     assert [(item.status, item.arguments) for item in final.output] == [("completed", '{"city": "Rom"}')] * 2
-
-
-async def test_errors_have_their_status_before_the_first_event_and_an_event_after(tokenizer):
-    client, _ = client_to(tokenizer, "", script=lambda _: [Unavailable("no verifier is ready")])
-    with pytest.raises(openai.InternalServerError) as refused:
-        await client.responses.create(model="tiny", input="fox", stream=True)
-    assert refused.value.status_code == 503
-    client, _ = client_to(tokenizer, "", script=lambda _: [tokenizer.encode("a"), RequestFailed("it broke")])
-    stream = await client.responses.create(model="tiny", input="fox", stream=True)
-    events = [event async for event in stream]
-    assert events[-1].type == "response.failed"
-    assert events[-1].response.error.message == "it broke"
 
 
 @pytest.mark.parametrize(
