@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fakes.backend import FakeBackend, Step, build_gateway, build_tokenizer, says
-from outrider.cluster.api.grpc_api import start_grpc_server
+from fakes.backend import FakeBackend, Step, build_tokenizer, says
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
+from support.stack import Stack
+from support.waiting import until
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grpc_client.py"))
 TOKENIZER = build_tokenizer()
@@ -34,14 +35,9 @@ async def test_it_shows_the_model_streams_with_capped_drafts_and_cancels(
     speculation: SpeculationMetrics, last_line: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = FakeBackend(script, speculation=speculation)
-    running = await start_grpc_server(build_gateway(backend, TOKENIZER, max_model_len=2048), "127.0.0.1:0")
-    try:
-        async with asyncio.timeout(20):
-            await asyncio.to_thread(EXAMPLE["main"], f"127.0.0.1:{running.port}")
-            while not backend.cancelled:
-                await asyncio.sleep(0.005)
-    finally:
-        await running.server.stop(None)
+    async with asyncio.timeout(20), Stack(backend, tokenizer=TOKENIZER, max_model_len=2048).rpc() as rpc:
+        await asyncio.to_thread(EXAMPLE["main"], f"127.0.0.1:{rpc.running.port}")
+        await until(lambda: backend.cancelled)
     said = capsys.readouterr().out
     assert f"serves tiny: {len(TOKENIZER)} tokens, at most 2048 in a row" in said
     assert f"thequick\n[1 of {len(STEPS)} tokens came from drafts]" in said

@@ -7,26 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from services.served_app import served
-from support.waiting import healthy
+from support.stack import Stack
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_client.py"))
 
 
 def test_it_lists_the_model_streams_and_steers_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = build_tokenizer()
     drafts = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
-    backend = FakeBackend(lambda _: says(tokenizer, "the quick fox"), speculation=drafts)
-    with served(build_api(build_gateway(backend, tokenizer, max_model_len=200), healthy)) as url:
+    stack = Stack("the quick fox", speculation=drafts, max_model_len=200)
+    with served(stack.app) as url:
         EXAMPLE["main"](f"{url}/v1")
     said = capsys.readouterr().out
     assert "serves tiny" in said
     assert said.count("the quick fox\n[3 of 6 draft tokens were right, 2.50 tokens per verification]") == 3
-    assert [request.sampling.num_speculative_tokens for request in backend.requests] == [None, 2, 0]
-    assert {request.sampling.seed for request in backend.requests} == {1}
+    assert [request.sampling.num_speculative_tokens for request in stack.requests] == [None, 2, 0]
+    assert {request.sampling.seed for request in stack.requests} == {1}
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer
 from fuzz.budget import examples
 from fuzz.protobufs import messages_of, spoilt
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
-from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.proto import generation_pb2
 from outrider.verifier_service.messages.request import GenerationRequest
+from support.stack import Stack
 
 SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -45,10 +44,8 @@ def few_tokens(request: GenerationRequest) -> list[list[int]]:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[grpc.aio.Channel]:
-    running = await start_grpc_server(build_gateway(FakeBackend(few_tokens), build_tokenizer()), "127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        yield channel
-    await running.server.stop(None)
+    async with Stack(few_tokens).rpc() as rpc:
+        yield rpc.channel
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer
 from fuzz.budget import examples
 from fuzz.json_bodies import (
     BASE_BODIES,
@@ -30,12 +29,11 @@ from fuzz.json_bodies import (
     text_of,
 )
 from fuzz.tally import TALLY
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.messages import OWN_NAMES
 from outrider.cluster.api.request_ids import RequestIdMiddleware
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import GenerationRequest
-from support.waiting import healthy
+from support.stack import Stack
 
 STATUSES = frozenset({200, 400, 404, 405, 413})
 ALIASES = {"disable_spec_decode": "disable_speculative_decoding"}
@@ -47,7 +45,7 @@ def few_tokens(request: GenerationRequest) -> list[list[int]]:
 
 def build_app() -> FastAPI:
     syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
-    return build_api(build_gateway(FakeBackend(few_tokens), build_tokenizer()), healthy, reply_syntax=syntax)
+    return Stack(few_tokens, api={"reply_syntax": syntax}).app
 
 
 APP = build_app()

@@ -95,7 +95,7 @@ class Stack:
         return app
 
     def _trainer_doors(self) -> TrainerDoors:
-        fleet = FleetControl(_NoRouter(), _no_verifier, _no_verifier)
+        fleet = FleetControl(NoRouter(), no_verifier, no_verifier)
         return TrainerDoors(
             every=EveryGateway(self.gateway),
             fleet=fleet,
@@ -153,7 +153,7 @@ async def serving(app: Any) -> AsyncIterator[str]:
         await task
 
 
-class _NoRouter:
+class NoRouter:
     """A router that has heard of nobody."""
 
     snapshot: None = None
@@ -162,5 +162,5 @@ class _NoRouter:
         pass
 
 
-async def _no_verifier(endpoint: str, message: object) -> NoReturn:
+async def no_verifier(endpoint: str, message: object) -> NoReturn:
     raise AssertionError(f"there is no verifier at {endpoint}")

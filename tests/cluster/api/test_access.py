@@ -20,10 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fakes.backend import FakeBackend, build_gateway
 from outrider.cluster.api.access import OPEN_PATHS, admin_paths
 from outrider.cluster.api.authentication import ApiKeyInterceptor
-from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.api.rollouts.doors import TrainerDoors
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
@@ -48,6 +46,7 @@ from outrider.verifier_service.links.handover_calls import HandoverCalls
 from outrider.verifier_service.messages.engine import UpdateWeights
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.wire import encode
+from support.stack import NoRouter, Stack, no_verifier
 from support.waiting import healthy
 from tiny.played_learners import PlayedLearner
 
@@ -108,28 +107,17 @@ RPCS = {
 }
 
 
-class NoVerifier:
-    snapshot = None
-
-    async def refresh(self) -> None:
-        """There is nothing new."""
-
-
-async def nobody(endpoint: str, message: object) -> NoReturn:
-    raise AssertionError("there is no verifier")
+@pytest.fixture
+def stack() -> Stack:
+    return Stack([], rollouts=True, learns=True, memory=RolloutMemory())
 
 
 @pytest.fixture
-def gateway(tokenizer) -> Any:
-    return build_gateway(FakeBackend(lambda _: []), tokenizer, rollouts=True, learns=True, memory=RolloutMemory())
-
-
-@pytest.fixture
-def service(gateway) -> FastAPI:
+def service(stack: Stack) -> FastAPI:
     """The application of a service with rollouts and a learner, as a gateway's replica makes it."""
     doors = TrainerDoors(
-        every=EveryGateway(gateway),
-        fleet=FleetControl(NoVerifier(), nobody, nobody),
+        every=EveryGateway(stack.gateway),
+        fleet=FleetControl(NoRouter(), no_verifier, no_verifier),
         is_healthy=healthy,
         model_path="",
         tensor_parallel_size=1,
@@ -300,14 +288,6 @@ async def test_learners_of_a_pool_alone_follow_the_same_rule():
 # --- gRPC ---
 
 
-@contextlib.asynccontextmanager
-async def serving(gateway: Any) -> AsyncIterator[grpc.aio.Channel]:
-    running = await start_grpc_server(gateway, "127.0.0.1:0", interceptors=[ApiKeyInterceptor(ApiKeys(HASHES))])
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        yield channel
-    await running.server.stop(None)
-
-
 async def served_rpcs(channel: grpc.aio.Channel) -> list[str]:
     """Return every call that the server has, as its own reflection names them."""
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -330,10 +310,11 @@ async def code_of(channel: grpc.aio.Channel, rpc: str, metadata: dict[str, str])
     return await call.code()
 
 
-async def test_every_call_is_in_the_table_and_asks_for_its_key(gateway):
+async def test_every_call_is_in_the_table_and_asks_for_its_key(stack: Stack):
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
     none, plain = refusals
-    async with serving(gateway) as channel:
+    async with stack.rpc(interceptors=[ApiKeyInterceptor(ApiKeys(HASHES))]) as rpc_:
+        channel = rpc_.channel
         served = await served_rpcs(channel)
         assert sorted(served) == sorted(rpc for rpcs in RPCS.values() for rpc in rpcs)
         for shown, expected in (

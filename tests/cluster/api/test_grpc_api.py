@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fakes.backend import FakeBackend, build_gateway, fake_logprobs
-from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
+from fakes.backend import FakeBackend, fake_logprobs
+from outrider.cluster.api.grpc_api import SERVICE_NAME
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from support.stack import Stack
@@ -118,12 +118,11 @@ async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):
     assert chunks[0].prompt_logprobs == choice.prompt_logprobs
 
 
-async def test_server_info_and_loads(tokenizer):
+async def test_server_info_and_loads():
     verifiers: list[dict[str, object]] = [{"running": 2}]
-    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: {"verifiers": verifiers})
-    running = await start_grpc_server(gateway, "127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        stub = generation_pb2_grpc.InferenceStub(channel)
+    stack = Stack([], fleet_load=lambda: {"verifiers": verifiers})
+    async with stack.rpc() as rpc:
+        stub = generation_pb2_grpc.InferenceStub(rpc.channel)
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.version, info.is_draining, info.num_running_requests) == (version("outrider"), False, 0)
         assert not info.HasField("is_batch_invariant")
@@ -134,6 +133,5 @@ async def test_server_info_and_loads(tokenizer):
         verifiers.append({"batch_dependent": ("experts",)})
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.is_batch_invariant, info.batch_dependent) == (False, ["experts"])
-        gateway.drain()
+        stack.gateway.drain()
         assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_draining
-    await running.server.stop(None)

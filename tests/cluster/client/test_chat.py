@@ -8,15 +8,14 @@ import pytest
 from click.testing import CliRunner, Result
 from transformers import PreTrainedTokenizerFast
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import FakeBackend, build_tokenizer, says
 from outrider.cluster.cli.main import main
 from outrider.cluster.client.chat import Answer
 from outrider.cluster.common.errors import Overloaded
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
 from outrider.verifier_service.model.ranks import free_port
 from services.served_app import served
-from support.waiting import healthy
+from support.stack import Stack
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 ANSWER = "the quick\x1b[2J fox"
@@ -30,14 +29,14 @@ def backend(tokenizer: PreTrainedTokenizerFast) -> FakeBackend:
 
 @pytest.fixture
 def chat_url(backend: FakeBackend, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    with served(build_api(build_gateway(backend, tokenizer, max_model_len=200), healthy)) as url:
+    with served(Stack(backend, tokenizer=tokenizer, max_model_len=200).app) as url:
         yield url
 
 
 @pytest.fixture
 def text_url(backend: FakeBackend) -> Iterator[str]:
     """A server of a model that has no chat template."""
-    with served(build_api(build_gateway(backend, build_tokenizer(chat_template=None)), healthy)) as url:
+    with served(Stack(backend, tokenizer=build_tokenizer(chat_template=None)).app) as url:
         yield url
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway, says
-from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.common.security import LinkTls, TlsConfig, public_tls
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from services.certificates import Certificates, Identity
+from support.stack import Stack
 
 CALL_TIMEOUT_S = 10.0
 REQUEST = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=4))
@@ -84,12 +83,8 @@ def test_an_encrypted_key_is_refused_without_asking_for_its_password(certificate
 
 @contextlib.asynccontextmanager
 async def public_server(tokenizer, tls: TlsConfig) -> AsyncIterator[str]:
-    gateway = build_gateway(FakeBackend(lambda _: says(tokenizer, "fox")), tokenizer)
-    running = await start_grpc_server(gateway, "127.0.0.1:0", credentials=tls.server_credentials())
-    try:
-        yield f"127.0.0.1:{running.port}"
-    finally:
-        await running.server.stop(None)
+    async with Stack(tokenizer=tokenizer).rpc(credentials=tls.server_credentials()) as rpc:
+        yield f"127.0.0.1:{rpc.running.port}"
 
 
 async def ask(address: str, credentials: grpc.ChannelCredentials) -> str:

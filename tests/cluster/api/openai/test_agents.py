@@ -7,12 +7,11 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
-from outrider.cluster.api.openai.endpoints import build_api
+from fakes.backend import build_tokenizer, says
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
 from services.served_app import served
-from support.waiting import healthy
+from support.stack import Stack
 
 TEMPLATE = (
     "{% for t in tools %}<{{ t.function.name }}>{% endfor %}"
@@ -56,10 +55,10 @@ def test_an_agent_finishes_a_task_of_three_tools(api, is_streamed):
         (answer,) = [text for end, text in SCRIPT.items() if prompt.endswith(f"{end}[assistant]")]
         return says(tokenizer, answer)
 
-    backend = FakeBackend(script, finish_reason=FinishReason.STOP)
     syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
-    app = build_api(build_gateway(backend, tokenizer, max_model_len=2048), healthy, reply_syntax=syntax)
-    with served(app) as url:
+    options = {"finish_reason": FinishReason.STOP, "max_model_len": 2048}
+    stack = Stack(script, tokenizer=tokenizer, api={"reply_syntax": syntax}, **options)
+    with served(stack.app) as url:
         model = ChatOpenAI(
             base_url=f"{url}/v1",
             api_key="x",
@@ -74,5 +73,5 @@ def test_an_agent_finishes_a_task_of_three_tools(api, is_streamed):
     assert last.text == "It is ten, and eleven is next."
     called = [call["name"] for message in result["messages"] for call in getattr(message, "tool_calls", ())]
     assert called == ["add", "double", "name_of", "add"]
-    assert len(backend.requests) == 4
-    assert all(request.sampling.structured.kind is StructuredKind.GRAMMAR for request in backend.requests)
+    assert len(stack.requests) == 4
+    assert all(request.sampling.structured.kind is StructuredKind.GRAMMAR for request in stack.requests)

@@ -7,17 +7,14 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
-from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.openai.answer import PING, PING_INTERVAL_S, GenerationResponse, event_of
-from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.format import ShownChoice, error_object
 from outrider.cluster.client.openai_client import stream_events
 from outrider.cluster.common.errors import OutriderError, RequestFailed, Unavailable
 from outrider.cluster.replies.reader import ReplySyntax
-from support.waiting import healthy
+from support.stack import Stack
 
 SEPARATED = "a\x85b\u2028c\u2029d日"  # Python's splitlines, and with it httpx's iter_lines, splits at each
 DOORS = {
@@ -30,9 +27,8 @@ Message = dict[str, Any]
 
 
 @pytest.mark.parametrize("path", DOORS)
-async def test_events_are_one_line_each_to_any_splitter(tokenizer: Any, path: str) -> None:
-    app = build_api(build_gateway(FakeBackend(lambda _: says(tokenizer, SEPARATED)), tokenizer), healthy)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+async def test_events_are_one_line_each_to_any_splitter(path: str) -> None:
+    async with Stack(SEPARATED).client() as client:
         body = {**DOORS[path], "stream": True}
         async with client.stream("POST", path, json=body) as answer:
             lines = [line async for line in answer.aiter_lines() if line]
@@ -55,15 +51,13 @@ SPOKEN = 'say "größer"\\ \n\u2028 {"text":""} 日本'
 @pytest.mark.parametrize("thought", ["", "<think>größer?</think>"])
 @pytest.mark.parametrize("extra", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
 async def test_events_from_a_template_are_those_that_were_made_one_by_one(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, thought: str, extra: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, path: str, thought: str, extra: dict[str, Any]
 ) -> None:
-    gateway = build_gateway(FakeBackend(lambda _: says(tokenizer, thought + SPOKEN)), tokenizer, max_model_len=256)
     syntax = ReplySyntax(reasoning_parser="qwen3") if thought else None
-    app = build_api(gateway, healthy, reply_syntax=syntax)
+    stack = Stack(thought + SPOKEN, max_model_len=256, api={"reply_syntax": syntax})
 
     async def events() -> list[Any]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-            answer = await client.post(path, json={**DOORS[path], **extra, "stream": True})
+        answer = await stack.post(path, {**DOORS[path], **extra, "stream": True})
         told = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
         for event in told:
             event["id"] = event["created"] = None

@@ -577,7 +577,7 @@ async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend
 async def test_a_stream_that_is_read_slowly_has_fewer_events(tokenizer):
     ids = tokenizer.encode("ab" * 10)
     backend = FakeBackend(lambda _: [[id_] for id_ in ids])
-    app = build_api(build_gateway(backend, tokenizer), healthy)
+    app = Stack(backend, tokenizer=tokenizer).app
     sent = []
 
     async def send(message):
@@ -612,7 +612,7 @@ async def test_a_client_that_leaves_within_its_body_is_no_failure_of_ours(tokeni
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    app = build_api(build_gateway(backend, tokenizer), healthy)
+    app = Stack(backend, tokenizer=tokenizer).app
     await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
     assert sent[0]["status"] == 400
     assert caplog.records == []
