@@ -116,7 +116,8 @@ def test_old_tokens_fade(runner):
         routing.chosen.fill_(expert)
         for _ in range(200):
             routing.count(range(CHUNK), CHUNK)
-    assert routing.shares()[1].item() * SHAPE.num_experts < 1.3  # of a token: expert 5, and what is left of the prior
+    read = routing.shares()[1].item() * SHAPE.num_experts
+    assert 0.95 < read < 1.3  # of a token: expert 5, and what is left of the prior
 
 
 def test_a_step_beyond_the_record_is_left_out(runner, monkeypatch):

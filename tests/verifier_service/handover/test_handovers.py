@@ -113,6 +113,24 @@ def test_a_request_that_runs_moves_on_with_its_kv(single, giver, taker):
     assert num_scheduled == num_rounds + num_drafted, "nothing was computed again"
 
 
+def test_kv_of_other_tokens_than_were_published_is_refused(giver, taker):
+    giver.add(ask("a", prompts()[1]))
+    while len(giver.tokens("a")) < 9:
+        giver.step()
+    giver.engine.hold()
+    giver.step()
+    *published, last = giver.tokens("a")
+    others = (*published, last ^ 1)
+    source = KVSource(endpoint="", request_id="a")
+    taker.add(replace(ask("b", prompts()[1]), output_token_ids=others, kv_source=source))
+    ferry = Ferry(giver, taker)
+    while not taker.outputs_of("b"):
+        ferry.round()
+        taker.step()
+    assert was_refused(taker.outputs_of("b"))
+    assert taker.outputs_of("b")[0].error == "the giver has other tokens than were published"
+
+
 def test_a_full_verifier_gives_its_least_senior_request_and_no_other_while_that_stands(giver):
     for name in "abc":
         giver.add(ask(name, prompts()[0], sampling={"max_tokens": 64}))
