@@ -30,10 +30,11 @@ class FleetMetric:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Dataclasses of a snapshot whose fields have metrics: their class, and each with its replica's id."""
+    """Dataclasses of a snapshot whose fields have metrics: their class, and each with the values of its labels."""
 
     kind: type
-    owners: Callable[[FleetSnapshot], Iterable[tuple[str, Any]]]
+    owners: Callable[[FleetSnapshot], Iterable[tuple[tuple[str, ...], Any]]]
+    labels: tuple[str, ...] = LABELS
 
     def metrics(self, *names: str) -> list[FleetMetric]:
         """Return the metrics of these fields, in order."""
@@ -45,31 +46,31 @@ class Shown:
             name=metric.name,
             kind="gauge" if metric.is_gauge else "histogram" if default is NO_VALUES else "counter",
             formula=metric.formula,
-            labels=(*LABELS, metric.by) if metric.by else LABELS,
+            labels=(*self.labels, metric.by) if metric.by else self.labels,
             has_alias=metric.has_alias,
         )
 
         def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-            for replica, owner in self.owners(snapshot):
+            for labels, owner in self.owners(snapshot):
                 value: Any = None if owner is None else getattr(owner, name)
                 if metric.by:
-                    yield from (((replica, key), count) for key, count in value.items())
+                    yield from (((*labels, key), count) for key, count in value.items())
                 elif value is not None:
-                    yield (replica,), value
+                    yield labels, value
 
         return FleetMetric(definition, rows)
 
 
-LOAD = Shown(EngineLoad, lambda snapshot: ((each.verifier_id, each.load) for each in _verifiers(snapshot)))
+LOAD = Shown(EngineLoad, lambda snapshot: (((each.verifier_id,), each.load) for each in _verifiers(snapshot)))
 COUNTERS = Shown(
-    EngineCounters, lambda snapshot: ((each.verifier_id, each.load.counters) for each in _verifiers(snapshot))
+    EngineCounters, lambda snapshot: (((each.verifier_id,), each.load.counters) for each in _verifiers(snapshot))
 )
 FETCHES = Shown(
-    FetchCounts, lambda snapshot: ((each.verifier_id, each.load.counters.fetches) for each in _verifiers(snapshot))
+    FetchCounts, lambda snapshot: (((each.verifier_id,), each.load.counters.fetches) for each in _verifiers(snapshot))
 )
-DRAFTER_LOAD = Shown(DrafterLoad, lambda snapshot: ((each.drafter_id, each.load) for each in _drafters(snapshot)))
+DRAFTER_LOAD = Shown(DrafterLoad, lambda snapshot: (((each.drafter_id,), each.load) for each in _drafters(snapshot)))
 DRAFTER_COUNTERS = Shown(
-    DrafterCounters, lambda snapshot: ((each.drafter_id, each.load.counters) for each in _drafters(snapshot))
+    DrafterCounters, lambda snapshot: (((each.drafter_id,), each.load.counters) for each in _drafters(snapshot))
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.drafter_service.engine.learning_messages import FIRST_VERSION as FIRST_NAME
 from outrider.drafter_service.engine.learning_messages import ServedSample, TrialCounts, VersionCounts
 from outrider.verifier_service.messages.draft import MAX_SAMPLE_TOKENS
+from outrider.verifier_service.messages.metric import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +113,13 @@ class VersionRecord:
     name: str
     is_serving: bool = False
     fate: str = ""  # in words: "serves", "replaced by v3", "refused: ..", "rolled back: .."
-    num_rounds: int = 0  # served, all drafters together
-    num_draft_tokens: int = 0
-    num_named_tokens: int = 0
+    # served, all drafters together
+    num_rounds: int = shown("learner_version_rounds", "Drafts of a version that text has followed")
+    num_draft_tokens: int = shown("learner_version_draft_tokens", "Draft tokens of a version")
+    num_named_tokens: int = shown(
+        "learner_version_named_tokens",
+        "Draft tokens of a version that the target committed; acceptance = this / learner_version_draft_tokens",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +129,17 @@ class LearnerStatus:
     pool: str = ""
     phase: Phase = Phase.COLLECTING
     serving: str = FIRST_VERSION.name
-    num_samples: int = 0  # kept now
-    num_bytes: int = 0  # of them
-    num_seen: int = 0  # samples that came, ever
-    num_dropped: int = 0  # for want of room on the way
-    num_steps: int = 0  # of training, ever
+    num_samples: int = shown("learner_samples", "Samples that a learner keeps", is_gauge=True)
+    num_bytes: int = shown("learner_sample_bytes", "Bytes of the samples that a learner keeps", is_gauge=True)
+    num_seen: int = shown("learner_seen_samples", "Samples that came to a learner")
+    num_dropped: int = shown("learner_dropped_samples", "Samples lost for want of room on the way")
+    num_steps: int = shown("learner_steps", "Training steps")
     loss: float | None = None  # of the last steps
-    train_s: float = 0.0  # CPU seconds of training, ever
-    num_candidates: int = 0
-    num_published: int = 0
-    num_refused: int = 0  # by held-out text or trial
-    num_rolled_back: int = 0
+    train_s: float = shown("learner_train_seconds", "CPU time of training", default=0.0)
+    num_candidates: int = shown("learner_candidates", "Candidates that training ended with")
+    num_published: int = shown("learner_published", "Versions that came to serve")
+    num_refused: int = shown("learner_refused", "Candidates refused by held-out text or trial")
+    num_rolled_back: int = shown("learner_rolled_back", "Versions taken back for their predecessor")
     last_event: str = ""  # in words
     versions: tuple[VersionRecord, ...] = ()  # the newest last
 
