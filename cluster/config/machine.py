@@ -15,7 +15,6 @@ from typing import TypeVar
 from outrider.cluster.config.known_models import LOOK_UPS, is_embedded
 from outrider.cluster.config.model_options import DEVICES, has_gpu_nodes
 from outrider.cluster.config.pools_config import PoolsConfig
-from outrider.drafter_service.service.speculative_config import MODEL_FREE
 
 Config = TypeVar("Config", bound=PoolsConfig)
 
@@ -51,7 +50,7 @@ def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> 
 
 def num_busy_ranks(config: PoolsConfig) -> int:
     """Return how many ranks compute, of all pools at their largest: look-ups take next to nothing."""
-    idle = (pool for pool in config.pools.values() if {*pool.speculative.all_methods} <= {*MODEL_FREE})
+    idle = (pool for pool in config.pools.values() if pool.speculative.looks_up_only)
     return max(1, config.num_ranks - sum(pool.num_drafters.most for pool in idle))
 
 

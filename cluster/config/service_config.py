@@ -19,7 +19,6 @@ from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.cluster.router.autoscaling import ReplicaRange
 from outrider.cluster.router.fleet import VerifierRole
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
-from outrider.drafter_service.service.speculative_config import Method
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.lossy import require_lossless
 from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
@@ -307,7 +306,7 @@ class ServiceConfig(PoolsConfig):
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             max_tree_nodes=max(pool.speculative.num_tree_nodes for pool in self.drafters),
-            has_masks=any(pool.speculative.method is Method.TIDAR for pool in self.active),
+            has_masks=any(pool.speculative.record.has_masks for pool in self.active),
         )
 
     @property

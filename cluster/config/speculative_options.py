@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.options import complaint
+from outrider.drafter_service.service.methods import METHOD_ALIASES, Method
 from outrider.drafter_service.service.plugins import PLUGIN_GROUP, installed_plugins
-from outrider.drafter_service.service.speculative_config import METHOD_ALIASES, Method, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 
 TABLE_KEY = "num_speculative_tokens_per_batch_size"  # rows of three numbers: the option checks them
 # keys that are options of their own, and how those are called

@@ -21,8 +21,8 @@ from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.methods import Kind
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
-from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
@@ -89,7 +89,7 @@ class ShellPort:
 
 def learner_visits(drafter_id: str, spec: DrafterSpec, learner: Any, port: ShellPort) -> LearnerVisits:
     """Return a drafter's visits to the learner behind a handle."""
-    looks_up = any(method in MODEL_FREE for method in spec.speculative.all_methods)
+    looks_up = spec.speculative.has(Kind.LOOKUP)
     return LearnerVisits(
         drafter_id,
         own_folder="" if spec.model is None else str(resolve_folder(spec.model)),

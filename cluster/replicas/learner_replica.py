@@ -28,7 +28,7 @@ from outrider.drafter_service.learning.messages import (
     Texts,
     Visit,
 )
-from outrider.drafter_service.service.speculative_config import MODEL_FREE
+from outrider.drafter_service.service.methods import Kind
 from outrider.verifier_service.links.control_table import ControlTable
 
 ENGINE_TIMEOUT_S = 120.0  # of silence: on busy cores, a step or a file of the idle class takes tens of seconds
@@ -133,7 +133,7 @@ class LearnerReplica(ReplicaBase):
         spec, placement = config.learner_spec_of(options), config.learner_placement(options)
         assert options.learner is not None
         self._options = options.learner
-        self._looks_up = any(method in MODEL_FREE for method in options.speculative.all_methods)
+        self._looks_up = options.speculative.has(Kind.LOOKUP)
         self._desk = LearnerDesk(self._host.send, spec.settings)
         self._is_started = False
         # one that cannot be written, or is another learner's, is known at once

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.head_layer import DraftHead
-from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.heads.medusa import MedusaHeads, target_lm_head
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.learning.served_lessons import Reading
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -110,9 +110,7 @@ class PupilMaker:
         return pupil, Reading(vocab_size=vocab_size)
 
     def _medusa(self, folder: Path) -> tuple[Student, Reading]:
-        with Checkpoint(resolve_folder(self.spec.target)) as target:
-            names = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target]
-            lent = target.read(names[0]) if names else None
+        lent = target_lm_head(resolve_folder(self.spec.target))
         heads = MedusaHeads.from_folder(folder, target_lm_head=lent).to(self.device)
         _train(heads, frozen=("lm_heads.0.weight",) if heads.shares_lm_head else ())
         reading = Reading(state_width=heads.hidden_size, vocab_size=heads.vocab_size)

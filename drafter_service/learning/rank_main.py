@@ -34,7 +34,7 @@ from outrider.drafter_service.learning.pupils import PupilMaker
 from outrider.drafter_service.learning.reservoir import Reservoir
 from outrider.drafter_service.learning.shelf import Shelf, digest_of
 from outrider.drafter_service.learning.study import PupilStudy
-from outrider.drafter_service.service.speculative_config import MODEL_FREE
+from outrider.drafter_service.service.methods import Kind
 from outrider.verifier_service.engine.control import Message, Result, change_beside
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect
@@ -72,7 +72,7 @@ def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
         reservoir=Reservoir(spec.max_bytes),
         study=study,
         settings=spec.settings,
-        brings_texts=any(method in MODEL_FREE for method in speculative.all_methods),
+        brings_texts=speculative.has(Kind.LOOKUP),
         clock=time.monotonic,
         cpu_clock=time.process_time,
         export_root=Path(spec.export_root),

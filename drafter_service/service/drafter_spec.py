@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.drafter_service.service.speculative_config import (
-    MODEL_FREE,
-    STATE_READING,
-    TARGET_DERIVED,
-    WHOLE_MODELS,
-    Method,
-    SpeculativeConfig,
-)
+from outrider.drafter_service.service.methods import Kind
+from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import MainFunction
@@ -43,7 +35,7 @@ class DrafterSpec:
     @property
     def loads_model(self) -> bool:
         """Whether the ranks load a whole model, which may be tensor-parallel."""
-        return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
+        return self.speculative.has(Kind.MODEL)
 
     @property
     def has_trees(self) -> bool:
@@ -53,7 +45,7 @@ class DrafterSpec:
     @property
     def reads_target(self) -> bool:
         """Whether it loads tensors of the target: an embedding or layers."""
-        return not {*self.speculative.all_methods} <= {*MODEL_FREE, *WHOLE_MODELS}
+        return any(part.kind not in (Kind.LOOKUP, Kind.MODEL) for part in self.speculative.parts)
 
     @property
     def vocabulary(self) -> ModelConfig:
@@ -61,7 +53,7 @@ class DrafterSpec:
 
         It is the target's, unless the drafter is a whole model of the same vocabulary.
         """
-        is_own = self.speculative.method in WHOLE_MODELS and self.speculative.vocabulary == "same"
+        is_own = self.speculative.record.kind is Kind.MODEL and self.speculative.vocabulary == "same"
         return self.model if is_own and self.model is not None else self.target
 
     def num_target_layers(self) -> int:
@@ -80,18 +72,7 @@ class ColocatedSpec:
 
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     """Return the hidden states that a verifier keeps for a drafter, from the drafter's files."""
-    methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
-    if not methods:
-        return ()
-    if methods[0] not in (Method.EAGLE3, Method.DFLASH):
-        return (FINAL_TAP,)
-    assert spec.model is not None
-    from outrider.drafter_service.heads import dflash, eagle3
-
-    config = json.loads((resolve_description(spec.model) / "config.json").read_text())
-    if methods[0] is Method.DFLASH:
-        return dflash.parse_config(config, spec.num_target_layers()).taps
-    return eagle3.parse_config(config, spec.num_target_layers()).taps
+    return next((part.taps(spec) for part in spec.speculative.parts if part.kind is Kind.HEAD), ())
 
 
 def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
@@ -105,7 +86,7 @@ def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
 def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
     """Return the number of the target's KV blocks that a drafter uses for its guesses."""
     speculative = spec.speculative
-    if not any(method in TARGET_DERIVED and method is not Method.TIDAR for method in speculative.all_methods):
-        return 0  # masks lie behind the request's own tokens
+    if not any(part.has_scratch for part in speculative.parts):
+        return 0
     num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
     return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)

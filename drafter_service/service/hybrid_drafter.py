@@ -92,9 +92,9 @@ class HybridDrafter:
         self.counts = _Counts()
 
     @property
-    def models(self) -> tuple[Drafter, ...]:
-        """The drafters with a model."""
-        return tuple(self._models.values())
+    def models(self) -> Mapping[str, Drafter]:
+        """The drafters that are no look-ups."""
+        return self._models
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer asks at once for which a lookup is best; run one step of the others' models."""

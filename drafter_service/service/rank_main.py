@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -25,12 +25,9 @@ from outrider.drafter_service.observing.shadow import MAX_WAITING_ROUNDS
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter, drafter_rng
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.methods import METHODS, Method
 from outrider.drafter_service.service.own_weights import DrafterControl, OwnWeights
-from outrider.drafter_service.service.plugin_drafter import PluginDrafter
-from outrider.drafter_service.service.speculative_config import MODEL_FREE, Method
-from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.target_view import TargetView
-from outrider.drafter_service.target.tidar_drafter import TidarDrafter
 from outrider.verifier_service.engine.control import change_beside
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.runners import Runner
@@ -97,7 +94,7 @@ def build_shadow(spec: DrafterSpec, folder: str) -> Drafter:
     speculative = spec.speculative
     if (refusal := speculative.update_refusal) is not None:
         raise ValueError(refusal)
-    if speculative.method is Method.HYBRID:
+    if speculative.methods:
         raise ValueError("a hybrid has no shadow: its lookups would have to remember every text twice")
     model = spec.model or spec.target  # an MTP layer is read from among its target's tensors
     longest = None if model.max_model_len is None else min(model.max_model_len, SHADOW_KV_TOKENS)
@@ -139,11 +136,9 @@ def _cold(spec: DrafterSpec, drafter: Drafter) -> Sequence[Drafter]:
 
     Lookups would remember the warm-up, drafters on the target's layers have no target yet, and plug-ins are unknown.
     """
-    if isinstance(drafter, HybridDrafter):
-        models: Sequence[Drafter] = drafter.models
-    else:
-        models = () if spec.speculative.method in MODEL_FREE else (drafter,)
-    return [model for model in models if not isinstance(model, SelfDrafter | TidarDrafter | PluginDrafter)]
+    models: Mapping[str, Drafter]
+    models = drafter.models if isinstance(drafter, HybridDrafter) else {spec.speculative.method: drafter}
+    return [model for name, model in models.items() if METHODS[Method(name)].has_weights]
 
 
 def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> None:

@@ -23,8 +23,9 @@ from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankPro
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.methods import METHODS, Kind, Method
 from outrider.drafter_service.service.rank_main import run_drafter_rank
-from outrider.drafter_service.service.speculative_config import TARGET_DERIVED, Location, Method, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
 from outrider.lab.bench.arms import BenchError, Clock, placed
 from outrider.lab.bench.figures import Workload
 from outrider.lab.bench.pairs import WARM_UP_TOKENS
@@ -222,7 +223,7 @@ def _arms_of(
         options["num_tree_nodes"] = num_tree_nodes
     path = checkpoints.get(model)
     for place, location in ((Place.NEAR, Location.VERIFIER), (Place.FAR, Location.POOL)):
-        if method in TARGET_DERIVED and place is Place.FAR:
+        if METHODS[method].kind is Kind.TARGET and place is Place.FAR:
             continue
         config = base.with_options(
             draft_model=None if path is None else str(path),

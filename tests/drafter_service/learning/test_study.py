@@ -12,8 +12,8 @@ from outrider.drafter_service.learning.pupils import PupilMaker
 from outrider.drafter_service.learning.reservoir import Reservoir
 from outrider.drafter_service.learning.study import PupilStudy
 from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.methods import METHODS, Method
 from outrider.drafter_service.service.own_weights import OwnWeights
-from outrider.drafter_service.service.speculative_config import LEARNING, Method
 from outrider.drafter_service.training import teacher as teachers
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -23,6 +23,7 @@ from tiny.served import samples_for, served_samples, spec_of, write_first
 from tiny.training import write_target
 
 CPU = torch.device("cpu")
+LEARNING = [name for name, method in METHODS.items() if method.learns]
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,8 @@ from outrider.drafter_service.service.drafter_spec import (
 )
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.drafter_service.service.speculative_config import (
-    MODEL_FREE,
-    STATE_READING,
-    TARGET_DERIVED,
-    WHOLE_MODELS,
-    Location,
-    Method,
-    SpeculativeConfig,
-)
+from outrider.drafter_service.service.methods import Kind, Method, methods_of
+from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -110,7 +103,7 @@ def test_a_hybrid_looks_up_what_is_free_and_drafts_with_the_rest(folder: Path):
 
 @pytest.mark.parametrize("method", [method for method in Method if method not in (Method.HYBRID, Method.PLUGIN)])
 def test_whole_models_are_loaded_and_nothing_else(folder: Path, method: Method):
-    assert spec_of(folder, method=method).loads_model == (method in WHOLE_MODELS)
+    assert spec_of(folder, method=method).loads_model == (method in methods_of(Kind.MODEL))
 
 
 def test_a_hybrid_loads_a_model_where_a_part_does(folder: Path):
@@ -119,12 +112,12 @@ def test_a_hybrid_loads_a_model_where_a_part_does(folder: Path):
     assert not spec_of(folder, method=Method.HYBRID, methods=(Method.NGRAM, Method.SUFFIX)).loads_model
 
 
-@pytest.mark.parametrize("method", [*MODEL_FREE, *TARGET_DERIVED, *WHOLE_MODELS])
+@pytest.mark.parametrize("method", [*methods_of(Kind.LOOKUP), *methods_of(Kind.TARGET), *methods_of(Kind.MODEL)])
 def test_no_states_are_kept_for_who_reads_none(folder: Path, method: Method):
     assert state_taps(spec_of(folder, method=method)) == ()
 
 
-@pytest.mark.parametrize("method", sorted({*STATE_READING} - {Method.EAGLE3, Method.DFLASH}))
+@pytest.mark.parametrize("method", sorted({*methods_of(Kind.HEAD)} - {Method.EAGLE3, Method.DFLASH}))
 def test_most_heads_read_the_final_state(folder: Path, method: Method):
     assert state_taps(spec_of(folder, method=method)) == (FINAL_TAP,)
     assert state_taps(spec_of(folder, method=Method.HYBRID, methods=(Method.NGRAM, method))) == (FINAL_TAP,)

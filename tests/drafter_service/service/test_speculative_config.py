@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.drafter_service.service.methods import METHODS, Kind, Method, methods_of
 from outrider.drafter_service.service.speculative_config import (
     MAX_AHEAD_BRANCHES,
     MAX_DRAFT_LENGTH,
     MAX_TREE_NODES,
-    MODEL_FREE,
-    TARGET_DERIVED,
-    USUAL_AHEAD_BRANCHES,
-    WHOLE_MODELS,
     Location,
-    Method,
     SpeculativeConfig,
 )
 from outrider.verifier_service.messages.request import AcceptanceRule
@@ -28,13 +24,13 @@ TOLD: dict[Method, dict[str, object]] = {
 def test_every_method_stands_by_itself_beside_the_verifier(method: Method):
     config = SpeculativeConfig(method=method, **BESIDE, **TOLD.get(method, {}))
     assert config.all_methods == (method,)
-    assert config.needs_checkpoint == (method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN))
+    assert config.needs_checkpoint == (METHODS[method].has_weights and method is not Method.MTP)
 
 
 @pytest.mark.parametrize("method", Method)
 def test_only_what_reads_the_targets_kv_cannot_be_a_pool(method: Method):
     fields = TOLD.get(method, {})
-    if method in TARGET_DERIVED:
+    if method in methods_of(Kind.TARGET):
         with pytest.raises(ValueError, match=f"location: {method} reads the target's own KV"):
             SpeculativeConfig(method=method, **fields)
     else:
@@ -46,12 +42,12 @@ def test_only_whole_models_run_on_several_ranks(method: Method):
     fields = {"method": method, "draft_tensor_parallel_size": 2, **TOLD.get(method, {})}
     if method is Method.HYBRID:
         fields["methods"] = (Method.DRAFT_MODEL, Method.NGRAM)
-    if method in WHOLE_MODELS:
+    if method in methods_of(Kind.MODEL):
         assert SpeculativeConfig(**fields).draft_tensor_parallel_size == 2
         with pytest.raises(ValueError, match="draft_tensor_parallel_size: a drafter in the verifier"):
             SpeculativeConfig(**fields, **BESIDE)
     else:
-        location = BESIDE if method in TARGET_DERIVED else {}
+        location = BESIDE if method in methods_of(Kind.TARGET) else {}
         with pytest.raises(ValueError, match=f"draft_tensor_parallel_size: {method} runs on one rank"):
             SpeculativeConfig(**fields, **location)
 
@@ -131,7 +127,7 @@ def test_the_edges_are_inside(fields):
 
 
 def test_running_ahead_is_for_drafters_with_time_of_their_own():
-    assert SpeculativeConfig().num_ahead_branches == USUAL_AHEAD_BRANCHES
+    assert SpeculativeConfig().num_ahead_branches == METHODS[Method.DRAFT_MODEL].ahead_branches == 8
     assert SpeculativeConfig(ahead_branches=0).num_ahead_branches == 0
     assert SpeculativeConfig(ahead_branches=3).num_ahead_branches == 3
     for head in (Method.EAGLE, Method.EAGLE3, Method.MTP):
