@@ -1,21 +1,14 @@
-"""Execute packed batches of pairs (state, token) with a head over its own paged KV, and load heads by method."""
+"""Execute packed batches of pairs (state, token) with a head over its own paged KV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
-from outrider.drafter_service.heads.eagle import EagleHead
-from outrider.drafter_service.heads.eagle3 import Eagle3Head
-from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
-from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadError, make_lean
-from outrider.drafter_service.heads.mtp import MtpHead
+from outrider.drafter_service.heads.head_layer import Attend, DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -25,12 +18,10 @@ from outrider.verifier_service.model.attention import AttentionHandler, Attentio
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.runner import attention_context, graph_backend
-from outrider.verifier_service.model.settled import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
+from outrider.verifier_service.model.settled import limit_to_pool, resolve_num_blocks
 from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS, GraphBackend, StepGraphs
-from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
 LAYER_INDEX = 0  # of the head's only layer in its KV pool
-METHODS = ("eagle", "eagle3", "mtp")
 FEEDBACK = (FINAL_TAP,)  # what captured steps return beside logits: as wide as one tap
 
 
@@ -186,66 +177,3 @@ def _paged(attend: AttentionHandler) -> Attend:
         return attend.attend(LAYER_INDEX, packed(query), key, value, AttentionOptions())[None]
 
     return attend_packed
-
-
-def load_heads(
-    method: str,
-    folders: Sequence[Path],
-    config: ModelConfig,
-    *,
-    target: Path | None = None,
-    num_target_layers: int | None = None,
-) -> SwitchedHeads:
-    """Load a head, or one for each draft position, ready to serve on the config's device in its dtype.
-
-    `target` is the folder whose embeddings a head without its own uses. Raises `ValueError` naming what is wrong.
-    """
-    if config.tensor_parallel_size != 1:
-        raise HeadError(f"tensor_parallel_size: {config.tensor_parallel_size}, a head runs on one device")
-    device = resolve_device(config.device)
-    with ExitStack() as stack:
-        source = None if target is None else stack.enter_context(Checkpoint(target))
-        heads = [
-            load_head(
-                method,
-                folder,
-                target=source,
-                num_target_layers=num_target_layers,
-                device=device,
-                dtype=_dtype_of(config, folder, device),
-            )
-            for folder in folders
-        ]
-    for head in heads:
-        make_lean(head)
-    return SwitchedHeads(heads)
-
-
-def load_head(
-    method: str,
-    folder: Path,
-    *,
-    target: TensorSource | None,
-    num_target_layers: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> DraftHead:
-    """Load one head as its checkpoint has it; raises `ValueError` naming what is wrong."""
-    match method:
-        case "eagle":
-            return EagleHead.from_folder(folder, target=target, device=device, dtype=dtype)
-        case "eagle3":
-            return Eagle3Head.from_folder(
-                folder, target=target, num_target_layers=num_target_layers, device=device, dtype=dtype
-            )
-        case "mtp":
-            return MtpHead.from_folder(folder, target=target, device=device, dtype=dtype)
-    raise HeadError(f"method: {method!r} is none of {', '.join(METHODS)}")
-
-
-def _dtype_of(config: ModelConfig, folder: Path, device: torch.device) -> torch.dtype:
-    """Choose as for a model: a head's config may keep its dtype beside its layer's, or in it."""
-    described = read_json(folder / CONFIG_NAME)
-    nested = described.get("transformer_layer_config", described)
-    name = nested.get("dtype") or nested.get("torch_dtype") or "float32"
-    return resolve_dtype(config.dtype, PreTrainedConfig(dtype=name), device)

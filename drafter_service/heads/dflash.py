@@ -16,10 +16,8 @@ layer l) and the `speculators` library's (`aux_hidden_state_layer_ids`, where l 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,20 +25,20 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
-from outrider.drafter_service.heads.head_files import HeadFiles, opened
+from outrider.drafter_service.heads.head_files import HeadFiles
 from outrider.drafter_service.heads.head_layer import (
+    EXTRAS,
     LAYER_FAMILIES,
+    META,
     Attend,
     DraftHead,
     HeadError,
     HeadLayer,
+    TensorNames,
     describe_layer,
-    fill,
     make_norm,
 )
-from outrider.verifier_service.model.weights import TensorSource
 
-SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
 _MASK_EMBEDDING = "mask_embedding.pt"
 _HEAD_FIELDS = frozenset({"dflash_config", "block_size", "num_target_layers", "target_hidden_size", "draft_vocab_size"})
 _SERVED = frozenset({"mask_token_id", "target_layer_ids", "block_size", "sample_from_anchor"})  # of dflash_config
@@ -81,6 +79,9 @@ class DFlashConfig:
 class DFlashHead(DraftHead):
     """A DFlash drafter; a new one has random weights, and needs the target's embeddings."""
 
+    words = "a DFlash drafter"
+    fuses_attention = False  # contexts have keys and values, and no queries
+
     def __init__(self, config: DFlashConfig, *, target_ids: torch.Tensor | None = None) -> None:
         """Create a drafter of the tokens `target_ids` int64 [draft_vocab_size]; None: of all tokens."""
         super().__init__(config.layer, taps=config.taps, state_size=config.target_hidden_size * len(config.taps))
@@ -119,37 +120,14 @@ class DFlashHead(DraftHead):
         return self.norm(hidden)
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        *,
-        target: TensorSource | None = None,
-        num_target_layers: int | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        dtype: torch.dtype = torch.float32,
-    ) -> DFlashHead:
-        """Load a checkpoint of either format; missing embeddings are the `target`'s.
-
-        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
-        """
-        if (folder / _MASK_EMBEDDING).is_file():
-            raise HeadError(f"{folder}: {_MASK_EMBEDDING}: a mask outside of the embedding is not served")
-        with opened(folder) as files:
-            config = parse_config(files.config, num_target_layers)
-            with torch.device("meta"):
-                head = cls(config)
-            ids = _read_target_ids(files, config)
-            head.target_ids = None if ids is None else ids.to(device)
-            fill(
-                head,
-                files,
-                target,
-                stored_name=lambda name: name,
-                skipped=lambda name: SKIPPED.search(name) is not None,
-                device=device,
-                dtype=dtype,
-            )
-        return head.eval()
+    def begin(cls, files: HeadFiles, num_target_layers: int | None) -> tuple[DFlashHead, TensorNames]:
+        if (files.folder / _MASK_EMBEDDING).is_file():
+            raise HeadError(f"{files.folder}: {_MASK_EMBEDDING}: a mask outside of the embedding is not served")
+        config = parse_config(files.config, num_target_layers)
+        with META:
+            head = cls(config)
+        head.target_ids = _read_target_ids(files, config)
+        return head, TensorNames(skipped=EXTRAS)
 
 
 def _keys_and_values(

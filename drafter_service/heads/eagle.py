@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from outrider.drafter_service.heads.head_files import opened, write_head
+from outrider.drafter_service.heads.head_files import HeadFiles, write_head
 from outrider.drafter_service.heads.head_layer import (
+    META,
     Attend,
     DraftHead,
     HeadError,
     HeadLayer,
     HeadOutput,
+    TensorNames,
     attend_causally,
     describe_layer,
-    fill,
     unborrowed,
 )
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.weights import TensorSource
 
 
 class EagleHead(DraftHead):
@@ -42,9 +42,6 @@ class EagleHead(DraftHead):
         self.layers = nn.ModuleList([HeadLayer(layer, has_input_norm=False)])
         self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
 
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
-        return states
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -57,32 +54,10 @@ class EagleHead(DraftHead):
         return HeadOutput(output=hidden, feedback=hidden)
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        *,
-        target: TensorSource | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        dtype: torch.dtype = torch.float32,
-    ) -> EagleHead:
-        """Load a checkpoint; the output embedding, and a missing embedding, are the `target`'s.
-
-        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
-        """
-        with opened(folder) as files:
-            layer = describe_layer(files.config)
-            with torch.device("meta"):
-                head = cls(layer, has_fc_bias="fc.bias" in files)
-            fill(
-                head,
-                files,
-                target,
-                stored_name=lambda name: name,
-                skipped=lambda name: name.endswith("rotary_emb.inv_freq"),
-                device=device,
-                dtype=dtype,
-            )
-        return head.eval()
+    def begin(cls, files: HeadFiles, num_target_layers: int | None) -> tuple[EagleHead, TensorNames]:
+        layer = describe_layer(files.config)
+        with META:
+            return cls(layer, has_fc_bias="fc.bias" in files), TensorNames()
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint in the authors' format, without the target's tensors."""

@@ -8,7 +8,6 @@ token i is the target's i + d2t[i]. Two public formats are read and written: the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +17,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from outrider.drafter_service.heads.head_files import HeadFiles, opened, write_head
+from outrider.drafter_service.heads.head_files import HeadFiles, write_head
 from outrider.drafter_service.heads.head_layer import (
+    EXTRAS,
+    META,
     Attend,
     DraftHead,
     HeadAttention,
     HeadError,
     HeadMLP,
     HeadOutput,
+    TensorNames,
     attend_causally,
     describe_layer,
-    fill,
     make_norm,
     unborrowed,
 )
-from outrider.verifier_service.model.weights import TensorSource
 
 ORIGINAL_LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
-SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,36 +130,13 @@ class Eagle3Head(DraftHead):
         return HeadOutput(output=normed, feedback=normed if self.config.norm_output else hidden)
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        *,
-        target: TensorSource | None = None,
-        num_target_layers: int | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        dtype: torch.dtype = torch.float32,
-    ) -> Eagle3Head:
-        """Load a checkpoint of either format; a missing embedding is the `target`'s.
-
-        If the config names no taps, `num_target_layers` gives them: 2, the middle one and the third-last. Raises
-        `ValueError` naming the file, field or tensor, with both shapes if they differ.
-        """
-        with opened(folder) as files:
-            config = parse_config(files.config, num_target_layers)
-            with torch.device("meta"):
-                head = cls(config)
-            own_layer = ORIGINAL_LAYER if f"{ORIGINAL_LAYER}self_attn.q_proj.weight" in files else SPECULATORS_LAYER
-            head.target_ids = _read_target_ids(files, config, device)
-            fill(
-                head,
-                files,
-                target,
-                stored_name=lambda name: name.replace(ORIGINAL_LAYER, own_layer),
-                skipped=lambda name: SKIPPED.search(name) is not None,
-                device=device,
-                dtype=dtype,
-            )
-        return head.eval()
+    def begin(cls, files: HeadFiles, num_target_layers: int | None) -> tuple[Eagle3Head, TensorNames]:
+        config = parse_config(files.config, num_target_layers)
+        with META:
+            head = cls(config)
+        head.target_ids = _read_target_ids(files, config)
+        own_layer = ORIGINAL_LAYER if f"{ORIGINAL_LAYER}self_attn.q_proj.weight" in files else SPECULATORS_LAYER
+        return head, TensorNames(lambda name: name.replace(ORIGINAL_LAYER, own_layer), EXTRAS)
 
     def save(self, folder: Path, *, layout: Literal["original", "speculators"] = "original") -> None:
         """Write the checkpoint in the authors' or the `speculators` format, without the target's tensors."""
@@ -223,13 +199,12 @@ def _taps(named: Sequence[int] | None, num_target_layers: int | None) -> tuple[i
     return tuple(named)
 
 
-def _read_target_ids(files: HeadFiles, config: Eagle3Config, device: torch.device) -> torch.Tensor | None:
+def _read_target_ids(files: HeadFiles, config: Eagle3Config) -> torch.Tensor | None:
     """Convert offsets to ids; a head with the whole vocabulary may have none."""
     if "d2t" not in files and config.draft_vocab_size == config.layer.vocab_size:
         return None
     offsets = files.take("d2t", (config.draft_vocab_size,), torch.int64)
-    checked = _checked_target_ids(offsets + torch.arange(config.draft_vocab_size), config)
-    return None if checked is None else checked.to(device)
+    return _checked_target_ids(offsets + torch.arange(config.draft_vocab_size), config)
 
 
 def _checked_target_ids(ids: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:

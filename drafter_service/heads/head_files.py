@@ -30,30 +30,30 @@ class HeadFiles:
     def __init__(self, folder: Path, config: Mapping[str, Any], source: TensorSource) -> None:
         self.folder = folder
         self.config = config
-        self._source = source
+        self.source = source
         self._taken: set[str] = set()
 
     @property
     def names(self) -> Collection[str]:
         """The names of all tensors, taken or not."""
-        return list(self._source.names)
+        return list(self.source.names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._source
+        return name in self.source
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         self._require_tensor(name)
-        return self._source.shape(name)
+        return self.source.shape(name)
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Read a tensor as `dtype`; a float tensor is no integer one, nor the reverse."""
         self._require_tensor(name)
-        found = self._source.shape(name)
+        found = self.source.shape(name)
         if found != tuple(shape):
             raise self.error(f"tensor {name!r} has shape {found}, expected {tuple(shape)}")
         self._taken.add(name)
-        tensor = self._source.read(name)
+        tensor = self.source.read(name)
         if tensor.is_floating_point() != dtype.is_floating_point:
             raise self.error(f"tensor {name!r} has dtype {tensor.dtype}, expected one like {dtype}")
         return tensor.to(dtype)
@@ -64,7 +64,7 @@ class HeadFiles:
 
     def require_all_taken(self) -> None:
         """Raise for tensors that were not taken: the checkpoint is of another kind."""
-        unknown = sorted(set(self._source.names) - self._taken)
+        unknown = sorted(set(self.source.names) - self._taken)
         if unknown:
             raise self.error(f"tensor {unknown[0]!r} has no place in the model ({len(unknown)} such tensors)")
 
@@ -104,7 +104,7 @@ class HeadFiles:
         return WeightError(f"{self.folder}: {problem}")
 
     def _require_tensor(self, name: str) -> None:
-        if name not in self._source:
+        if name not in self.source:
             raise self.error(f"tensor {name!r} is missing")
 
 

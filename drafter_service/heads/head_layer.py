@@ -17,7 +17,9 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +28,15 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.drafter_service.heads.head_files import HeadFiles
+from outrider.drafter_service.heads.head_files import HeadFiles, opened
 from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
+from outrider.verifier_service.model.config import Dtype, ModelConfig
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
-from outrider.verifier_service.model.settled import own_limit
+from outrider.verifier_service.model.settled import own_limit, resolve_device, resolve_dtype
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import TensorSource, WeightError
+from outrider.verifier_service.model.weights import Checkpoint, TensorSource, WeightError
 
 LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # `HeadLayer` computes pre-norm, RMSNorm, gated SiLU
 # the target's tensors that a head may borrow; if the target ties its embeddings, the second is the first
@@ -42,6 +45,12 @@ SHARED = {
     "lm_head.weight": (r"(^|\.)lm_head\.weight$", r"(^|\.)embed_tokens\.weight$"),
 }
 
+CPU = torch.device("cpu")
+META = torch.device("meta")
+ROTARY = re.compile(r"rotary_emb\.inv_freq$")  # computed, whatever a checkpoint stores
+# what the `speculators` library stores besides
+EXTRAS = re.compile(rf"^t2d$|^verifier_(norm|lm_head)\.|{ROTARY.pattern}")
+
 # query [batch, num_heads, length, head_dim], key and value with their own number of heads
 # -> [batch, length, num_heads, head_dim], scaled by head_dim ** -0.5
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,6 +58,13 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 class HeadError(ValueError):
     """The head is not supported; the text names the field of its config."""
+
+
+class TensorNames(NamedTuple):
+    """What a checkpoint calls a head's tensors."""
+
+    stored: Callable[[str], str] = lambda name: name  # of our names
+    skipped: re.Pattern[str] = ROTARY  # of the checkpoint's, those that are left out
 
 
 class HeadOutput(NamedTuple):
@@ -161,10 +177,14 @@ class HeadLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """A one-layer drafter on the target's hidden states; EAGLE-1, EAGLE-3 and MTP differ only in their inputs.
+    """A drafter on the target's hidden states; EAGLE-1, EAGLE-3 and MTP have one layer and differ in their inputs.
 
     Submodules are named as in the public checkpoint format: `state_dict` without `borrowed` is that format.
     """
+
+    words: ClassVar[str] = "a head"
+    is_in_target: ClassVar[bool] = False  # its checkpoint may be the target's, which has all embeddings
+    fuses_attention: ClassVar[bool] = True  # for serving
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
@@ -193,9 +213,9 @@ class DraftHead(nn.Module):
         head_dim = head_dim_of(self.description)
         return LayerShape(num_kv_heads=self.description.num_key_value_heads, head_dim=head_dim, value_dim=head_dim)
 
-    @abstractmethod
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """Project the target's tapped states [..., state_size] to the head's: [..., hidden_size]."""
+        return states
 
     @abstractmethod
     def forward(
@@ -205,6 +225,32 @@ class DraftHead(nn.Module):
         positions: torch.Tensor,  # int64 [batch, length] of those states
         attend: Attend = attend_causally,
     ) -> HeadOutput: ...
+
+    @classmethod
+    @abstractmethod
+    def begin(cls, files: HeadFiles, num_target_layers: int | None) -> tuple[Self, TensorNames]:
+        """Return a head of a checkpoint's shape on the meta device; what it holds by other means is there already."""
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        target: TensorSource | None = None,
+        num_target_layers: int | None = None,
+        device: torch.device = CPU,
+        dtype: Dtype = "float32",
+    ) -> Self:
+        """Load a checkpoint of any format of its kind; embeddings that it lacks are the `target`'s.
+
+        `num_target_layers` gives the taps that a config does not name. Raises `ValueError` naming the file, field or
+        tensor, with both shapes if they differ.
+        """
+        with opened(folder) as files:
+            head, names = cls.begin(files, num_target_layers)
+            lender = files.source if target is None and cls.is_in_target else target
+            _fill(head, files, lender, names, device, resolve_dtype(dtype, head.description, device))
+        return head.eval()
 
     def borrow_embedding(self, weight: torch.Tensor) -> None:
         """Use the target's embedding [vocab_size, hidden_size]: frozen, and not saved with the head."""
@@ -268,24 +314,49 @@ def require_family(description: PreTrainedConfig) -> None:
         raise HeadError("quantization_config: quantised heads are not read")
 
 
-def fill(
+SomeHead = TypeVar("SomeHead", bound=DraftHead)
+
+
+def load_heads(
+    kind: type[SomeHead],
+    folders: Sequence[Path],
+    config: ModelConfig,
+    *,
+    target: Path | None = None,
+    num_target_layers: int | None = None,
+) -> list[SomeHead]:
+    """Load heads of one kind, ready to serve on the config's device in its dtype.
+
+    `target` is the folder whose embeddings heads without their own use. Raises `ValueError` naming what is wrong.
+    """
+    if config.tensor_parallel_size != 1:
+        raise HeadError(f"tensor_parallel_size: {config.tensor_parallel_size}, {kind.words} runs on one device")
+    device = resolve_device(config.device)
+    with ExitStack() as stack:
+        source = None if target is None else stack.enter_context(Checkpoint(target))
+        heads = [
+            kind.from_folder(
+                folder, target=source, num_target_layers=num_target_layers, device=device, dtype=config.dtype
+            )
+            for folder in folders
+        ]
+    for head in heads:
+        make_lean(head, fuses_attention=kind.fuses_attention)
+    return heads
+
+
+def _fill(
     head: DraftHead,
     files: HeadFiles,
     target: TensorSource | None,
-    *,
-    stored_name: Callable[[str], str],
-    skipped: Callable[[str], bool],
+    names: TensorNames,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Load the tensors of a head on the meta device; missing embeddings are the target's.
-
-    `stored_name` maps our names to the checkpoint's; `skipped` selects tensors of the checkpoint to leave out. Raises
-    `ValueError` naming a tensor that is missing, unknown, or not of the config's shape.
-    """
+    """Load the tensors of a head on the meta device; missing embeddings are the target's."""
     borrowed: set[str] = set()
     for name, empty in head.state_dict().items():
-        stored = stored_name(name)
+        stored = names.stored(name)
         if stored in files or name not in SHARED:
             value = files.take(stored, empty.shape, dtype)
         else:
@@ -293,11 +364,13 @@ def fill(
             borrowed.add(name)
         owner, _, leaf = name.rpartition(".")
         setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device), requires_grad=False))
-    for name in filter(skipped, files.names):
+    for name in filter(names.skipped.search, files.names):
         files.skip(name)
     files.require_all_taken()
     head.borrowed = frozenset(borrowed)
     head.rotary.to(device)
+    if head.target_ids is not None:
+        head.target_ids = head.target_ids.to(device)
 
 
 def _borrowed(name: str, shape: tuple[int, ...], files: HeadFiles, target: TensorSource | None) -> torch.Tensor:

@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from outrider.drafter_service.heads.head_files import HeadFiles, opened
+from outrider.drafter_service.heads.head_files import HeadFiles
 from outrider.drafter_service.heads.head_layer import (
+    META,
     Attend,
     DraftHead,
     HeadError,
     HeadLayer,
     HeadOutput,
+    TensorNames,
     attend_causally,
     describe_layer,
-    fill,
     make_norm,
 )
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
 # (pattern, replacement) of our names; other names are the block's, and follow the prefix unchanged
 Layout = Sequence[tuple[str, str]]
@@ -58,6 +56,8 @@ SPECULATORS: Layout = (
 class MtpHead(DraftHead):
     """One MTP layer: the first, which continues the target's states."""
 
+    is_in_target = True
+
     def __init__(self, layer: PreTrainedConfig) -> None:
         super().__init__(layer, taps=(FINAL_TAP,), state_size=layer.hidden_size)
         size = layer.hidden_size
@@ -67,9 +67,6 @@ class MtpHead(DraftHead):
         self.layer = HeadLayer(layer)
         self.norm = make_norm(layer)
         self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
-
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
-        return states
 
     def forward(
         self,
@@ -84,34 +81,13 @@ class MtpHead(DraftHead):
         return HeadOutput(output=normed, feedback=normed)
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        *,
-        target: TensorSource | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        dtype: torch.dtype = torch.float32,
-    ) -> MtpHead:
-        """Load from the target's checkpoint, or a `speculators` one that uses both embeddings of `target`.
-
-        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
-        """
-        with opened(folder) as files:
-            layer = describe_layer(files.config.get("transformer_layer_config", files.config))
-            prefix, layout = find_layout(files)
-            with torch.device("meta"):
-                head = cls(layer)
-            with ExitStack() as stack:
-                fill(
-                    head,
-                    files,
-                    target or stack.enter_context(Checkpoint(folder)),  # the target's checkpoint has its own embeddings
-                    stored_name=lambda name: prefix + _renamed(name, layout),
-                    skipped=lambda name: not _is_of_layer(name, prefix) or "rotary_emb" in name,
-                    device=device,
-                    dtype=dtype,
-                )
-        return head.eval()
+    def begin(cls, files: HeadFiles, num_target_layers: int | None) -> tuple[MtpHead, TensorNames]:
+        layer = describe_layer(files.config.get("transformer_layer_config", files.config))
+        prefix, layout = find_layout(files)
+        own = re.escape(prefix)  # of the first MTP layer: Qwen's later ones are `mtp.layers.1.*` and so on
+        skipped = re.compile(rf"^(?!{own})|^{own}layers\.[1-9]|rotary_emb")
+        with META:
+            return cls(layer), TensorNames(lambda name: prefix + _renamed(name, layout), skipped)
 
 
 def find_layout(files: HeadFiles) -> tuple[str, Layout]:
@@ -134,8 +110,3 @@ def _renamed(name: str, layout: Layout) -> str:
         if re.search(pattern, name):
             return re.sub(pattern, new, name)
     return name
-
-
-def _is_of_layer(name: str, prefix: str) -> bool:
-    """Return whether a tensor is of the first MTP layer (Qwen's later ones are `mtp.layers.1.*` and so on)."""
-    return name.startswith(prefix) and not re.match(re.escape(prefix) + r"layers\.[1-9]", name)

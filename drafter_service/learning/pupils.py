@@ -5,7 +5,6 @@ A pupil is in float32. It is written in the format that it was read in, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
-from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.medusa import MedusaHeads, target_lm_head
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.learning.served_lessons import Reading
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
-from outrider.drafter_service.service.speculative_config import Method
+from outrider.drafter_service.service.methods import METHODS, Kind, Method, named
 from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.medusa import MedusaPupil
 from outrider.drafter_service.training.mlp_speculator import MlpPupil
@@ -63,14 +61,8 @@ class PupilMaker:
 
     def load(self, folder: Path) -> tuple[Student, Reading]:
         """Load a pupil to train. Raises `ValueError` naming a tensor or setting that does not fit the target."""
-        makers: dict[Method, Callable[[Path], tuple[Student, Reading]]] = {
-            Method.DRAFT_MODEL: self._draft_model,
-            Method.MEDUSA: self._medusa,
-            Method.MLP_SPECULATOR: self._mlp_speculator,
-            Method.EAGLE: self._eagle,
-            Method.EAGLE3: self._eagle,
-        }
-        return makers[self.method](folder)
+        student, reading = named(METHODS[self.method].student)(self, folder)
+        return student, reading
 
     def require_alike(self, served: Student, folder: Path) -> None:
         """Raise `ValueError` unless drafters that serve the one can take the other's weights."""
@@ -83,7 +75,7 @@ class PupilMaker:
         except Exception as error:  # whatever is wrong with the folder
             raise WeightError(f"{folder}: {error}") from error
         require_finite(loaded.module)
-        if self.method is Method.DRAFT_MODEL:
+        if METHODS[self.method].kind is Kind.MODEL:
             ours, theirs = (_shapes(student.module) for student in (served, loaded))
             name = next((name for name in sorted(ours.keys() | theirs) if ours.get(name) != theirs.get(name)), None)
             if name is not None:
@@ -92,59 +84,62 @@ class PupilMaker:
             require_alike(served.module, loaded.module)
 
     @property
-    def _target(self) -> AbsentTarget:
+    def target(self) -> AbsentTarget:
         return AbsentTarget(self.device, self._description().vocab_size)
 
     def _description(self) -> Any:
         return read_description(resolve_description(self.spec.target), self.spec.target)
 
     @property
-    def _num_positions(self) -> int:
+    def num_positions(self) -> int:
         return min(MAX_POSITIONS, max(1, self.spec.speculative.num_speculative_tokens))
 
-    def _draft_model(self, folder: Path) -> tuple[Student, Reading]:
-        vocab_size = min(self._target.vocab_size, AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-        target = AbsentTarget(self.device, vocab_size)
-        tokenizer: Any = _Tokenizer(self.first_folder())
-        pupil = DraftModelPupil.load(folder, target, tokenizer, num_positions=self._num_positions)
-        return pupil, Reading(vocab_size=vocab_size)
-
-    def _medusa(self, folder: Path) -> tuple[Student, Reading]:
-        lent = target_lm_head(resolve_folder(self.spec.target))
-        heads = MedusaHeads.from_folder(folder, target_lm_head=lent).to(self.device)
-        _train(heads, frozen=("lm_heads.0.weight",) if heads.shares_lm_head else ())
-        reading = Reading(state_width=heads.hidden_size, vocab_size=heads.vocab_size)
-        return MedusaPupil(heads, self._target), self._fitting(reading, folder, 1)
-
-    def _mlp_speculator(self, folder: Path) -> tuple[Student, Reading]:
-        speculator = MlpSpeculator.from_folder(folder).to(self.device)
-        _train(speculator)
-        reading = Reading(state_width=speculator.emb_dim, vocab_size=speculator.vocab_size)
-        return MlpPupil(speculator, self._target), self._fitting(reading, folder, 1)
-
-    def _eagle(self, folder: Path) -> tuple[Student, Reading]:
-        with Checkpoint(resolve_folder(self.spec.target)) as target:
-            head: DraftHead
-            write: Callable[[Any, Path], None]
-            if self.method is Method.EAGLE3:
-                write, head = (
-                    Eagle3Head.save,
-                    Eagle3Head.from_folder(
-                        folder, target=target, num_target_layers=self.spec.num_target_layers(), device=self.device
-                    ),
-                )
-            else:
-                write, head = EagleHead.save, EagleHead.from_folder(folder, target=target, device=self.device)
-        _train(head, frozen={"embed_tokens.weight", *head.borrowed})
-        reading = Reading(state_width=head.state_size, attends=True, vocab_size=head.vocab_size)
-        pupil = UnrolledPupil(head, self._target, num_positions=self._num_positions, write=write)
-        return pupil, self._fitting(reading, folder, len(head.taps))
-
-    def _fitting(self, reading: Reading, folder: Path, num_taps: int) -> Reading:
+    def fitting(self, reading: Reading, folder: Path, num_taps: int) -> Reading:
         width = num_taps * self._description().hidden_size
         if reading.state_width != width:
             raise WeightError(f"{folder}: it reads states of width {reading.state_width}, the target's have {width}")
         return reading
+
+
+def draft_model(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+    vocab_size = min(maker.target.vocab_size, AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+    target = AbsentTarget(maker.device, vocab_size)
+    tokenizer: Any = _Tokenizer(maker.first_folder())
+    pupil = DraftModelPupil.load(folder, target, tokenizer, num_positions=maker.num_positions)
+    return pupil, Reading(vocab_size=vocab_size)
+
+
+def medusa(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+    lent = target_lm_head(resolve_folder(maker.spec.target))
+    heads = MedusaHeads.from_folder(folder, target_lm_head=lent).to(maker.device)
+    _train(heads, frozen=("lm_heads.0.weight",) if heads.shares_lm_head else ())
+    reading = Reading(state_width=heads.hidden_size, vocab_size=heads.vocab_size)
+    return MedusaPupil(heads, maker.target), maker.fitting(reading, folder, 1)
+
+
+def mlp_speculator(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+    speculator = MlpSpeculator.from_folder(folder).to(maker.device)
+    _train(speculator)
+    reading = Reading(state_width=speculator.emb_dim, vocab_size=speculator.vocab_size)
+    return MlpPupil(speculator, maker.target), maker.fitting(reading, folder, 1)
+
+
+def _head(maker: PupilMaker, kind: type[Eagle3Head] | type[EagleHead], folder: Path) -> tuple[Student, Reading]:
+    with Checkpoint(resolve_folder(maker.spec.target)) as target:
+        num_layers = maker.spec.num_target_layers()
+        head = kind.from_folder(folder, target=target, num_target_layers=num_layers, device=maker.device)
+    _train(head, frozen={"embed_tokens.weight", *head.borrowed})
+    reading = Reading(state_width=head.state_size, attends=True, vocab_size=head.vocab_size)
+    pupil = UnrolledPupil(head, maker.target, num_positions=maker.num_positions, write=kind.save)
+    return pupil, maker.fitting(reading, folder, len(head.taps))
+
+
+def eagle(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+    return _head(maker, EagleHead, folder)
+
+
+def eagle3(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+    return _head(maker, Eagle3Head, folder)
 
 
 class _Tokenizer:

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from outrider.drafter_service.engine.drafter import Ask
-from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
-from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
-from outrider.drafter_service.heads.head_layer import Attend, HeadError, make_lean
+from outrider.drafter_service.heads.dflash import DFlashHead
+from outrider.drafter_service.heads.head_layer import Attend
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.settled import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
-from outrider.verifier_service.model.weights import Checkpoint
+from outrider.verifier_service.model.settled import limit_to_pool, resolve_num_blocks
 
 MIN_WIDTH = 16  # block tables up to this width share one call, wider ones with those of up to twice the width
 
@@ -176,26 +172,3 @@ def _group(pool: KVPool, members: Sequence[int], tables: Sequence[list[int]], le
         block_ids=torch.tensor(block_ids, device=pool.device),
         is_seen=is_seen[:, None, None],
     )
-
-
-def load_dflash_head(
-    folder: Path, config: ModelConfig, *, target: Path | None = None, num_target_layers: int | None = None
-) -> DFlashHead:
-    """Load a DFlash drafter's head, ready to serve on the config's device in its dtype.
-
-    `target` is the folder whose embeddings a drafter without its own uses. Raises `ValueError` naming what is wrong.
-    """
-    if config.tensor_parallel_size != 1:
-        raise HeadError(f"tensor_parallel_size: {config.tensor_parallel_size}, a DFlash drafter runs on one device")
-    device = resolve_device(config.device)
-    parsed = parse_config(read_json(folder / CONFIG_NAME), num_target_layers)
-    with ExitStack() as stack:
-        head = DFlashHead.from_folder(
-            folder,
-            target=None if target is None else stack.enter_context(Checkpoint(target)),
-            num_target_layers=num_target_layers,
-            device=device,
-            dtype=resolve_dtype(config.dtype, parsed.layer, device),
-        )
-    make_lean(head, fuses_attention=False)  # contexts have keys and values, and no queries
-    return head

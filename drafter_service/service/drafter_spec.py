@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.drafter_service.service.methods import Kind
+from outrider.drafter_service.service.methods import Kind, named
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import MainFunction
@@ -72,7 +74,13 @@ class ColocatedSpec:
 
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     """Return the hidden states that a verifier keeps for a drafter, from the drafter's files."""
-    return next((part.taps(spec) for part in spec.speculative.parts if part.kind is Kind.HEAD), ())
+    head = next((part for part in spec.speculative.parts if part.kind is Kind.HEAD), None)
+    if head is None or not head.parser:
+        return () if head is None else (FINAL_TAP,)
+    assert spec.model is not None
+    config = json.loads((resolve_description(spec.model) / "config.json").read_text())
+    taps: tuple[int, ...] = named(head.parser)(config, spec.num_target_layers()).taps
+    return taps
 
 
 def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:

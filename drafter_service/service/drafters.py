@@ -1,24 +1,53 @@
-"""Build the configured drafter, in the process where it runs."""
+"""Build the configured drafter, in the process where it runs; heads are built by `head_builders`."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from outrider.drafter_service.engine.drafter import Drafter
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import DraftRules, TreeConfig
+from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
+from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
+from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
+from outrider.drafter_service.models.model_drafter import ModelForward
+from outrider.drafter_service.models.one_pass_drafter import CanvasForward
+from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, MaskedModel, parse_mask_token_id
+from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
+from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
-from outrider.drafter_service.service.methods import METHODS
+from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.methods import (
+    METHODS,
+    Kind,
+    LookaheadKeys,
+    Method,
+    NgramKeys,
+    SuffixKeys,
+    named,
+)
 from outrider.drafter_service.service.own_weights import OwnWeights
+from outrider.drafter_service.service.plugin_drafter import build_plugin
+from outrider.drafter_service.service.plugins import PluginContext, installed_plugins
+from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
+from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
+from outrider.drafter_service.target.tidar_drafter import TidarDrafter, parse_blocks
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.settled import own_limit, resolve_device
+from outrider.verifier_service.model.weights import WeightError
 
 
 def build_drafter(
@@ -37,7 +66,12 @@ def build_drafter(
     search; None: all installed ones. `weights` is told how the drafter's weights change.
     """
     rng, weights = rng or drafter_rng(spec), weights or OwnWeights(spec.speculative)
-    return METHODS[spec.speculative.method].build(Making(spec, runner, view, plugins, rng, weights))
+    return _built(spec.speculative.method, Making(spec, runner, view, plugins, rng, weights))
+
+
+def _built(method: Method, making: Making) -> Drafter:
+    drafter: Drafter = named(METHODS[method].builder)(making)
+    return drafter
 
 
 def drafter_rng(spec: DrafterSpec) -> torch.Generator:
@@ -92,3 +126,119 @@ class Making:
         """Raise `ValueError` unless a head reads states as wide as the target's."""
         if width != self._state_width:
             raise ValueError(f"{folder}: it reads states of width {width}, the target's have {self._state_width}")
+
+
+# --- look-ups ---
+
+
+def ngram(making: Making) -> Drafter:
+    keys: NgramKeys = making.config
+    return NgramDrafter(
+        prompt_lookup_min=keys.prompt_lookup_min,
+        prompt_lookup_max=keys.prompt_lookup_max,
+        needs=making.lookup_needs,
+        **making.limits,
+    )
+
+
+def suffix(making: Making) -> Drafter:
+    keys: SuffixKeys = making.config
+    config = SuffixConfig(
+        max_tree_depth=keys.suffix_decoding_max_tree_depth,
+        max_cached_requests=keys.suffix_decoding_max_cached_requests,
+        max_spec_factor=keys.suffix_decoding_max_spec_factor,
+        min_token_prob=keys.suffix_decoding_min_token_prob,
+        max_versions=keys.suffix_decoding_max_versions,
+    )
+    return SuffixDrafter(config=config, needs=replace(making.lookup_needs, history=True), **making.limits)
+
+
+def lookahead(making: Making) -> Drafter:
+    keys: LookaheadKeys = making.config
+    config = LookaheadConfig(window=keys.lookahead_window, ngram=keys.lookahead_ngram_size)
+    rng = random.Random(derive_seed(making.spec.sampling_seed, "lookahead"))
+    return LookaheadDrafter(rng=rng, config=config, **making.limits)
+
+
+# --- the target itself ---
+
+
+def early_exit(making: Making) -> Drafter:
+    return early_exit_drafter(making.target, making.rng, exit_layer=making.config.exit_layer, trees=making.trees)
+
+
+def sparse(making: Making) -> Drafter:
+    num_blocks = making.config.sparse_num_blocks
+    return sparse_drafter(making.target, making.rng, num_blocks=num_blocks, trees=making.trees)
+
+
+def tidar(making: Making) -> Drafter:
+    config, given = read_json(resolve_description(making.spec.target) / CONFIG_NAME), making.config.mask_token_id
+    token_id = parse_mask_token_id(config if given is None else {MASK_KEYS[0]: given}, making.vocab_size)
+    length, num_blocks = making.config.num_speculative_tokens, making.config.tidar_num_blocks
+    masks = parse_blocks(config, token_id, length=length, num_blocks=num_blocks)
+    return TidarDrafter(making.target, making.rules, masks)
+
+
+# --- models of their own ---
+
+
+def draft_model(making: Making) -> Drafter:
+    runner, vocab_size = making.draft_model, making.vocab_size
+    making.weights.keep_model(lambda folder: None)
+    if making.config.vocabulary == "same":
+        rules = replace(making.rules, vocab_size=min(runner.vocab_size, vocab_size))
+        return PagedDrafter(ModelForward(runner, rules), num_ahead_branches=making.num_ahead_branches)
+    target, draft = _tokenizers(making)
+    tokenizers = {"target_tokenizer": target, "draft_tokenizer": draft}
+    if making.config.vocabulary == "text":
+        inner = PagedDrafter(ModelForward(runner, replace(making.rules, vocab_size=runner.vocab_size)))
+        return TextDrafter(inner, target_vocab_size=vocab_size, **tokenizers)
+    sizes = {"target_vocab_size": vocab_size, "draft_vocab_size": runner.vocab_size}
+    shared = VocabularyMap.of(target.vocabulary(), draft.vocabulary(), **sizes)
+    return IntersectionDrafter(runner, making.rng, vocabulary=shared, trees=making.trees, **tokenizers)
+
+
+def _tokenizers(making: Making) -> tuple[FileTokenizer, FileTokenizer]:
+
+    assert making.spec.model is not None
+    target, draft = (resolve_description(model) for model in (making.spec.target, making.spec.model))
+    return FileTokenizer.from_folder(target), FileTokenizer.from_folder(draft)
+
+
+def parallel_draft(making: Making) -> Drafter:
+    runner = making.draft_model
+    served = parse_mask_token_id(read_json(making.folder / CONFIG_NAME), runner.vocab_size)
+
+    def require_mask_token(folder: Path) -> None:
+        found = parse_mask_token_id(read_json(folder / CONFIG_NAME), runner.vocab_size)
+        if found != served:
+            raise WeightError(f"{folder / CONFIG_NAME}: the mask token is {found}, the served model's is {served}")
+
+    making.weights.keep_model(require_mask_token)
+    rules = replace(making.rules, vocab_size=min(runner.vocab_size, making.vocab_size))
+    return PagedDrafter(CanvasForward(MaskedModel(runner, served), rules))
+
+
+# --- others' and several ---
+
+
+def plugin(making: Making) -> Drafter:
+    config, seed = making.config, making.spec.sampling_seed
+    context = PluginContext(
+        name=config.plugin,
+        options=MappingProxyType(json.loads(config.plugin_config or "{}")),
+        num_speculative_tokens=config.num_speculative_tokens,
+        num_tree_nodes=config.num_tree_nodes,
+        seed=derive_seed(seed, f"plugin {config.plugin}"),
+        device=str(making.device),
+        target=str(resolve_folder(making.spec.target)),
+        **making.limits,
+    )
+    return build_plugin(context, installed_plugins() if making.plugins is None else making.plugins)
+
+
+def hybrid(making: Making) -> Drafter:
+    parts = {name: _built(name, making) for name in making.config.methods}
+    lookups = {name: part for name, part in parts.items() if METHODS[name].kind is Kind.LOOKUP}
+    return HybridDrafter(lookups, {name: part for name, part in parts.items() if name not in lookups})

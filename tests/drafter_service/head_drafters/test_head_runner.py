@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
-from outrider.drafter_service.heads.head_layer import DraftHead, HeadError
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner
+from outrider.drafter_service.heads.eagle import EagleHead
+from outrider.drafter_service.heads.eagle3 import Eagle3Head
+from outrider.drafter_service.heads.head_layer import DraftHead, HeadError, load_heads
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
@@ -136,8 +138,8 @@ def test_a_head_takes_what_it_lacks_from_the_targets_folder(tmp_path: Path) -> N
     target.mkdir()
     save_file({"lm_head.weight": head.lm_head.weight.data}, target / "model.safetensors")
     folder = save(head, tmp_path / "head")
-    heads = load_heads("eagle", [folder], ModelConfig(path="unused", device="cpu"), target=target)
-    assert heads.first.borrowed == {"lm_head.weight"}
+    (loaded,) = load_heads(EagleHead, [folder], ModelConfig(path="unused", device="cpu"), target=target)
+    assert loaded.borrowed == {"lm_head.weight"}
 
 
 def test_the_pool_and_the_context_are_sized_as_a_models(tmp_path: Path) -> None:
@@ -154,12 +156,10 @@ def test_the_pool_and_the_context_are_sized_as_a_models(tmp_path: Path) -> None:
 
 def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     folder = save(eagle3_head(), tmp_path)
-    with pytest.raises(HeadError, match="method: 'medusa' is none of eagle, eagle3, mtp"):
-        load_heads("medusa", [folder], ModelConfig(path="unused", device="cpu"))
     with pytest.raises(HeadError, match="tensor_parallel_size: 2"):
-        load_heads("eagle3", [folder], ModelConfig(path="unused", device="cpu", tensor_parallel_size=2))
+        load_heads(Eagle3Head, [folder], ModelConfig(path="unused", device="cpu", tensor_parallel_size=2))
     with pytest.raises(HeadError, match="parameter sets: there must be one"):
-        load_heads("eagle3", [], ModelConfig(path="unused", device="cpu"))
+        SwitchedHeads([])
 
 
 def test_parameter_sets_of_different_shape_are_named() -> None:

@@ -115,7 +115,7 @@ def test_a_borrowed_embedding_is_not_saved_and_taken_from_the_target_again(tmp_p
 def test_half_precision_keeps_ids_and_rotary_frequencies_exact(tmp_path: Path) -> None:
     head = eagle3_head()
     head.save(tmp_path)
-    half = Eagle3Head.from_folder(tmp_path, dtype=torch.bfloat16)
+    half = Eagle3Head.from_folder(tmp_path, dtype="bfloat16")
     assert half.fc.weight.dtype == torch.bfloat16
     assert half.rotary.inv_freq.dtype == torch.float32
     assert half.target_ids is not None

@@ -14,7 +14,8 @@ from fakes.drafter_play import ask_of, draft_of
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.heads.dflash import DFlashHead
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, load_dflash_head
+from outrider.drafter_service.heads.head_layer import load_heads
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
@@ -120,15 +121,15 @@ def test_a_loaded_drafter_drafts_as_its_head(tmp_path: Path) -> None:
     save_file({name: head.state_dict()[name].contiguous() for name in shared}, target / "model.safetensors")
     folder = write(tmp_path / "head", head, without=shared)
     config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=16, block_size=4, max_model_len=40)
-    loaded = load_dflash_head(folder, config, target=target, num_target_layers=4)
+    (loaded,) = load_heads(DFlashHead, [folder], config, target=target, num_target_layers=4)
     model = DFlashModel.sized_by(loaded, config)
     assert (model.num_blocks, model.block_size, model.max_model_len) == (16, 4, 40)
     result = draft_of(one_pass_drafter(model, torch.Generator()), ask(head, PROMPT))
     assert list(result.token_ids) == greedy_chain(head, PROMPT)
     with pytest.raises(ValueError, match=r"'embed_tokens\.weight' is missing"):
-        load_dflash_head(folder, config)
+        load_heads(DFlashHead, [folder], config)
     with pytest.raises(ValueError, match="tensor_parallel_size: 2"):
-        load_dflash_head(folder, replace(config, tensor_parallel_size=2))
+        load_heads(DFlashHead, [folder], replace(config, tensor_parallel_size=2))
 
 
 def test_it_is_built_from_a_configuration(tmp_path: Path) -> None:
