@@ -9,14 +9,39 @@ state                          n-2     token n-1 was drawn from it; the heads gu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
 
 LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)
+
+
+class LastStateDrafter:
+    """The part of a `Drafter` that keeps nothing between two asks."""
+
+    needs = LAST_STATE_NEEDS
+
+    def __init__(
+        self, *, vocab_size: int, max_model_len: int, rng: torch.Generator, branching: int, top_n: int = 32
+    ) -> None:
+        """Propose ids below `vocab_size`, the target's; the heads may know fewer or (padding) more.
+
+        Rows on the wire have `top_n` tokens; a node of a tree has at most `branching` children.
+        """
+        if min(vocab_size, top_n, branching) < 1:
+            raise ValueError("vocab_size, top_n and branching must be positive")
+        self.vocab_size, self.max_model_len, self._branching = vocab_size, max_model_len, branching
+        self._rules = DraftRules(rng=rng, vocab_size=vocab_size, top_n=top_n)
+
+    def release(self, key: SessionKey) -> None:
+        """Do nothing: nothing is kept."""
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        """Do nothing: nothing is kept."""
 
 
 def has_state(ask: Ask, width: int) -> bool:

@@ -7,15 +7,16 @@ best nodes are found one by one with a heap; the product itself is never made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
-from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth, answer_of
+from outrider.drafter_service.engine.tree_growth import Growing, Growth, answer_of
 from outrider.drafter_service.head_drafters.last_state import (
-    LAST_STATE_NEEDS,
+    LastStateDrafter,
     draft_depth,
     first_within,
     has_state,
@@ -25,30 +26,15 @@ from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.verifier_service.messages.draft import Draft
 
 
-class MedusaDrafter:
-    """A `Drafter` that keeps nothing between two asks."""
+class MedusaDrafter(LastStateDrafter):
+    """A `Drafter` over Medusa heads."""
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        rng: torch.Generator,
-        top_n: int = 32,
-        branching: int = 10,
-    ) -> None:
-        """Propose ids below `vocab_size`, the target's; the heads may know fewer or (padding) more.
-
-        Rows on the wire have `top_n` tokens; a node of a tree has at most `branching` children.
-        """
-        if min(vocab_size, top_n, branching) < 1:
-            raise ValueError("vocab_size, top_n and branching must be positive")
+    def __init__(self, heads: MedusaHeads, *, vocab_size: int, branching: int = 10, **rules: Any) -> None:
+        """`rules` are those of `LastStateDrafter`."""
+        super().__init__(vocab_size=vocab_size, branching=branching, **rules)
         if heads.token_map is not None and int(heads.token_map.min()) >= vocab_size:
             raise ValueError(f"vocab_size: no id of the heads' token_map is below {vocab_size}")
         self._heads = heads
-        self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
-        self._rules, self._branching = DraftRules(rng=rng, vocab_size=vocab_size, top_n=top_n), branching
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, by one forward of the heads over all of them.
@@ -62,12 +48,6 @@ class MedusaDrafter:
             rows = self._rows([draft.ask for draft in guessing])
             grow_rows(guessing, rows, self._rules)
         return [answer_of(draft.ask, draft.growth) for draft in drafts]
-
-    def release(self, key: SessionKey) -> None:
-        """Do nothing: nothing is kept."""
-
-    def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        """Do nothing: nothing is kept."""
 
     def _num_guesses(self, ask: Ask) -> int:
         return min(ask.length, self._heads.num_heads) if has_state(ask, self._heads.hidden_size) else 0

@@ -11,16 +11,23 @@ reads     last committed   its children            …   token
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
-from outrider.drafter_service.engine.drafter import Ask, SessionKey
-from outrider.drafter_service.engine.tree_growth import BestFirstGrowth, Growth, answer_of, chain_growth
+from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.tree_growth import (
+    BestFirstGrowth,
+    Growing,
+    Growth,
+    Levels,
+    answer_of,
+    chain_growth,
+)
 from outrider.drafter_service.head_drafters.last_state import (
-    LAST_STATE_NEEDS,
+    LastStateDrafter,
     draft_depth,
     first_within,
     has_state,
@@ -58,29 +65,13 @@ class _Draft:
         return self.first_row if node == ROOT else self.rows[self.growth.tree.parents[node]]
 
 
-class MlpDrafter:
-    """A `Drafter` that keeps nothing between two asks."""
+class MlpDrafter(LastStateDrafter):
+    """A `Drafter` over an MLP speculator."""
 
-    def __init__(
-        self,
-        speculator: MlpSpeculator,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        rng: torch.Generator,
-        top_n: int = 32,
-        branching: int = 4,
-    ) -> None:
-        """Propose ids below `vocab_size`, the target's; the speculator may know fewer or (padding) more.
-
-        Rows on the wire have `top_n` tokens; a node of a tree has at most `branching` children.
-        """
-        if min(vocab_size, top_n, branching) < 1:
-            raise ValueError("vocab_size, top_n and branching must be positive")
+    def __init__(self, speculator: MlpSpeculator, *, branching: int = 4, **rules: Any) -> None:
+        """`rules` are those of `LastStateDrafter`."""
+        super().__init__(branching=branching, **rules)
         self._speculator = speculator
-        self._rng = rng
-        self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
-        self._top_n, self._branching = top_n, branching
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, level by level, each level of all of them in one forward.
@@ -94,12 +85,6 @@ class MlpDrafter:
         drafts = [_Draft(ask, self._growth(ask, depth)) for ask, depth in zip(taken, depths, strict=False)]
         self._grow([draft for draft in drafts if draft.growth.frontier])
         return [answer_of(draft.ask, draft.growth) for draft in drafts]
-
-    def release(self, key: SessionKey) -> None:
-        """Do nothing: nothing is kept."""
-
-    def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        """Do nothing: nothing is kept."""
 
     def _num_guesses(self, ask: Ask) -> int:
         is_known = max((ask.token_ids[-1], *ask.forced_ids)) < self._speculator.vocab_size
@@ -129,32 +114,14 @@ class MlpDrafter:
             logits, states = self._speculator.step(level, states[rows], token_ids)
             for row, (draft, node) in enumerate(reads):
                 draft.rows[node] = row
-            self._add_children([draft for draft in drafts if level >= draft.num_forced], logits.float(), level)
+            self._add_children([draft for draft in drafts if level >= draft.num_forced], logits.float())
 
-    def _add_children(self, drafts: Sequence[_Draft], logits: torch.Tensor, level: int) -> None:
+    def _add_children(self, drafts: Sequence[_Draft], logits: torch.Tensor) -> None:
         """Give the nodes that a level has read their children: logits [num_reads, vocab_size]."""
-        for is_drawn in (True, False):
-            growing = [draft for draft in drafts if draft.growth.is_drawn == is_drawn and draft.growth.frontier]
-            if not growing:
-                continue
-            reads = [(draft, node) for draft in growing for node in draft.growth.frontier]
-            found = launch_children(
-                logits[upload_rows([draft.rows[node] for draft, node in reads], logits.device)],
-                [draft.ask.sampling for draft, _ in reads],
-                [len(draft.ask.token_ids) + level for draft, _ in reads],
-                self._rng,
-                vocab_size=self.vocab_size,
-                num_children=max(draft.growth.num_children for draft in growing),
-                top_n=self._top_n,
-                sampled=is_drawn,
-            )
-            _hand_out(growing, read_children(found))
-
-
-def _hand_out(drafts: Sequence[_Draft], found: Sequence[Children]) -> None:
-    """Divide the children of all frontiers, one after another, among their drafts."""
-    begin = 0
-    for draft in drafts:
-        end = begin + len(draft.growth.frontier)
-        draft.growth.grow(found[begin:end])
-        begin = end
+        growing = [draft for draft in drafts if draft.growth.frontier]
+        if not growing:
+            return
+        rows = upload_rows([draft.rows[node] for draft in growing for node in draft.growth.frontier], logits.device)
+        levels = Levels(self._rules)
+        levels.launch([Growing(draft.ask, draft.growth, len(draft.ask.token_ids)) for draft in growing], logits[rows])
+        levels.read()

@@ -18,13 +18,13 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.tree_growth import result_of
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
-    Guesses,
     GuessTree,
-    TokenHistory,
+    LookupDrafter,
+    LookupSession,
 )
 from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, require
 
@@ -72,18 +72,16 @@ class NgramPool:
             assert all(len(tail) == ngram - 1 for tail in tails), "an n-gram of another length"
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(slots=True, kw_only=True)
+class _Session(LookupSession):
     """One request's pool and window, and the window's nodes in the last draft."""
 
     pool: NgramPool
-    window: list[list[int]]  # [num_rows][num_columns] token ids; window[0][0] is the root
-    history: TokenHistory = field(default_factory=TokenHistory)
+    window: list[list[int]] = field(default_factory=list)  # [num_rows][num_columns] token ids; window[0][0] is the root
     bottoms: list[int] = field(default_factory=list)  # per sent column: node of its last cell
-    guesses: Guesses = field(default_factory=Guesses)
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(LookupDrafter[_Session]):
     """A `Drafter` whose guesses are the target's: it needs the target's prediction after every node of its drafts."""
 
     def __init__(
@@ -95,24 +93,13 @@ class LookaheadDrafter:
         max_model_len: int = UNBOUNDED_MODEL_LEN,
     ) -> None:
         """`rng` picks tokens of the text that fill a new window: any guess is exact."""
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.needs = DraftNeeds(predictions=True)
+        super().__init__(vocab_size=vocab_size, max_model_len=max_model_len, needs=DraftNeeds(predictions=True))
         self._rng = rng
         self._config = config or LookaheadConfig()
         self._num_rows = self._config.ngram - 1
-        self._estimate = AcceptanceEstimate()
-        self._sessions: dict[SessionKey, _Session] = {}
-
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
-        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
-        return [self._answer(ask) for ask in asks]
-
-    def release(self, key: SessionKey) -> None:
-        self._sessions.pop(key, None)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        assert self._sessions.keys() <= set(keys), "a window of a session that is gone"
+        super().check_integrity(keys)
         for session in self._sessions.values():
             session.pool.check_integrity(self._config.ngram)
             assert len(session.window) == self._num_rows, "a window of another height"
@@ -120,24 +107,22 @@ class LookaheadDrafter:
 
     # --- learning from the last verification ---
 
-    def _follow(self, ask: Ask) -> _Session:
-        """Extend a session to its ask's tokens; if earlier tokens differ, start a new one."""
-        session = self._sessions.get(ask.key)
-        if session is None or not session.history.is_continued_by(ask.token_ids):
-            session = self._sessions[ask.key] = _Session(NgramPool(self._config.num_guesses), [])
-        num_known = len(session.history.token_ids)
-        new_ids = session.history.extend_to(ask.token_ids)
+    def _start(self, ask: Ask) -> _Session:
+        return _Session(pool=NgramPool(self._config.num_guesses))
+
+    def _advance(self, ask: Ask) -> _Session:
+        """Follow an ask: its new tokens move the window and bring n-grams."""
+        session, new_ids = self._follow(ask)
         tokens = session.history.token_ids
-        session.guesses.teach(self._estimate, new_ids)
         if not session.window:
             session.window = [self._fill([], tokens) for _ in range(self._num_rows)]
         elif new_ids:
             predicted = self._harvest(session, ask.predicted_ids)
             self._move(session, predicted, len(new_ids))
-        for end in range(max(num_known + 1, self._config.ngram), len(tokens) + 1):
+        for end in range(max(len(tokens) - len(new_ids) + 1, self._config.ngram), len(tokens) + 1):
             session.pool.add(tokens[end - self._config.ngram : end])
         session.window[0][0] = tokens[-1]
-        session.bottoms, session.guesses = [], Guesses()
+        session.bottoms = []
         return session
 
     def _harvest(self, session: _Session, predicted_ids: Sequence[int]) -> list[int]:
@@ -168,12 +153,10 @@ class LookaheadDrafter:
     # --- the next draft ---
 
     def _answer(self, ask: Ask) -> Draft:
-        session = self._follow(ask)
+        session = self._advance(ask)
         tree = GuessTree()
         forced = ask.forced_ids[: ask.length]
-        root = ROOT
-        for token_id in forced:
-            root = tree.add(root, token_id, 1.0, None)
+        root = tree.add_forced(forced)
         max_nodes = ask.max_nodes or ask.length
         num_columns = 0 if forced else self._num_columns(ask)
         room = max_nodes - self._num_window_nodes(num_columns)
@@ -184,12 +167,7 @@ class LookaheadDrafter:
         session.bottoms = self._add_window(tree, session.window, num_columns)
         if not forced:
             session.guesses = tree.guesses()
-        chosen = tree.first(max_nodes)
-        return ask.answer(
-            chosen.token_ids,
-            parents=chosen.parents if ask.max_nodes else None,
-            confidences=chosen.confidences,
-        )
+        return result_of(ask, tree.first(max_nodes))
 
     def _num_columns(self, ask: Ask) -> int:
         """Return the number of columns that fit into half of the nodes and into the draft's depth."""

@@ -7,38 +7,31 @@ and on how its context continued elsewhere in the text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.tree_growth import result_of
 from outrider.drafter_service.lookup.ngram_index import VOTE_SIZES, Kind, NgramIndex, match_length
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
     Guesses,
     GuessTree,
+    LookupDrafter,
+    LookupSession,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds
+from outrider.verifier_service.messages.draft import NO_NEEDS, Draft, DraftNeeds
 
 PRIOR = 0.5  # prior acceptance of a kind
 
 
-@dataclass(slots=True)
-class _Session:
-    """One request's text, its n-grams, and the last guesses."""
-
-    history: TokenHistory
+@dataclass(slots=True, kw_only=True)
+class _Session(LookupSession):
     index: NgramIndex
-    guesses: Guesses = field(default_factory=Guesses)
-
-    @classmethod
-    def empty(cls, sizes: Iterable[int]) -> _Session:
-        history = TokenHistory()
-        return cls(history, NgramIndex(history.token_ids, sizes))
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter[_Session]):
     """A `Drafter` that looks up the last tokens in the request's own text, for chains and trees.
 
     A session costs a dict entry per token and n-gram size (voting sizes included). A draft costs a look-up per size,
@@ -57,45 +50,28 @@ class NgramDrafter:
         """Match the last `prompt_lookup_max` tokens, or fewer, down to `prompt_lookup_min`."""
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.needs = needs
+        super().__init__(vocab_size=vocab_size, max_model_len=max_model_len, needs=needs)
         self._sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
-        self._estimate = AcceptanceEstimate()
-        self._sessions: dict[SessionKey, _Session] = {}
-
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
-        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
-        return [self._answer(ask) for ask in asks]
-
-    def release(self, key: SessionKey) -> None:
-        self._sessions.pop(key, None)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        assert self._sessions.keys() <= set(keys), "n-grams of a session that is gone"
+        super().check_integrity(keys)
         for session in self._sessions.values():
             session.index.check_integrity()
 
     # --- one ask ---
 
     def _answer(self, ask: Ask) -> Draft:
-        session = self._follow(ask)
+        session, _ = self._follow(ask)
+        session.index.catch_up()
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
         if ask.max_nodes:
             return self._tree(ask, session, forced, places)
         return self._chain(ask, session, forced, next(places, None))
 
-    def _follow(self, ask: Ask) -> _Session:
-        """Extend a session to its ask's tokens; if earlier tokens differ, start a new one."""
-        session = self._sessions.get(ask.key)
-        if session is None or not session.history.is_continued_by(ask.token_ids):
-            session = self._sessions[ask.key] = _Session.empty(self._sizes)
-        new_ids = session.history.extend_to(ask.token_ids)
-        session.guesses.teach(self._estimate, new_ids)
-        session.guesses = Guesses()
-        session.index.catch_up()
-        return session
+    def _start(self, ask: Ask) -> _Session:
+        history = TokenHistory()
+        return _Session(history=history, index=NgramIndex(history.token_ids, self._sizes))
 
     def _places(self, session: _Session, forced: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (match length, position of the next token), longest match first."""
@@ -130,9 +106,7 @@ class NgramDrafter:
         """Branch if longer and shorter n-grams continue differently."""
         tokens = session.history.token_ids
         guesses = GuessTree()
-        root = ROOT
-        for token_id in forced:
-            root = guesses.add(root, token_id, 1.0, None)
+        root = guesses.add_forced(forced)
         context = self._context(session, forced)
         for size, begin in places:
             node = root
@@ -142,12 +116,7 @@ class NgramDrafter:
                 node = guesses.add(node, token_id, self._estimate.rate(kind, PRIOR) * guesses.free(node), kind)
         if not forced:
             session.guesses = guesses.guesses()
-        chosen = guesses.best(ask.max_nodes)
-        return ask.answer(
-            chosen.token_ids,
-            parents=chosen.parents,
-            confidences=chosen.confidences,
-        )
+        return result_of(ask, guesses.best(ask.max_nodes))
 
 
 def copy_on(tokens: list[int], forced: Sequence[int], begin: int, length: int) -> list[int]:

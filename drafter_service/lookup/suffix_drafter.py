@@ -14,17 +14,18 @@ import heapq
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.drafter_service.engine.tokens import first_bad_token
+from outrider.drafter_service.engine.tree_growth import result_of
 from outrider.drafter_service.lookup.prompt_history import PromptHistories, check_ids
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
     Guesses,
     GuessTree,
-    TokenHistory,
+    LookupDrafter,
+    LookupSession,
 )
 from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds, History, require
 from outrider.verifier_service.messages.history import PastResponse
@@ -55,16 +56,14 @@ class SuffixConfig:
         require(self.max_versions >= 1, "max_versions", "at least 1")
 
 
-@dataclass(slots=True)
-class _Session:
-    """One request's tree and last guesses."""
+@dataclass(slots=True, kw_only=True)
+class _Session(LookupSession):
+    """One request's tree."""
 
     tree: SuffixTree
     cache_salt: str
     num_prompt_tokens: int
     shared: History | None = None  # in rollouts, instead of the salt
-    history: TokenHistory = field(default_factory=TokenHistory)
-    guesses: Guesses = field(default_factory=Guesses)
 
 
 @dataclass(slots=True)
@@ -126,7 +125,7 @@ class PastResponses:
             assert all(id(node.source) in known for node, _ in tree.nodes()), "a label in a response that is gone"
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter[_Session]):
     """A `Drafter` over suffix trees, for chains and trees."""
 
     def __init__(
@@ -137,9 +136,7 @@ class SuffixDrafter:
         max_model_len: int = UNBOUNDED_MODEL_LEN,
         needs: DraftNeeds = NO_NEEDS,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.needs = needs
+        super().__init__(vocab_size=vocab_size, max_model_len=max_model_len, needs=needs)
         self._config = config or SuffixConfig()
         self._past = PastResponses(self._config)
         self._histories = PromptHistories(
@@ -148,13 +145,7 @@ class SuffixDrafter:
             max_tokens=self._config.max_cached_tokens,
             num_versions=self._config.max_versions,
         )
-        self._estimate = AcceptanceEstimate()
-        self._sessions: dict[SessionKey, _Session] = {}
         self._samples: dict[str, dict[SessionKey, _Session]] = {}  # the sessions of rollouts, by their history's key
-
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
-        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
-        return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
         """Close a session; its response joins the past responses of its salt, in rollouts when it is remembered."""
@@ -200,7 +191,7 @@ class SuffixDrafter:
         self._histories.load(payload, self.vocab_size)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        assert self._sessions.keys() <= set(keys), "a suffix tree of a session that is gone"
+        super().check_integrity(keys)
         for session in self._sessions.values():
             assert session.tree.token_ids == session.history.token_ids, "a suffix tree of other tokens"
             session.tree.check_integrity()
@@ -213,28 +204,28 @@ class SuffixDrafter:
     # --- one ask ---
 
     def _answer(self, ask: Ask) -> Draft:
-        session = self._follow(ask)
+        session, new_ids = self._follow(ask)
+        for token_id in new_ids:
+            session.tree.append(token_id)
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
         make = self._tree if ask.max_nodes else self._chain
         return make(ask, session, forced, places)
 
-    def _follow(self, ask: Ask) -> _Session:
-        """Extend a session to its ask's tokens; if salt, history or earlier tokens differ, start a new one."""
-        session = self._sessions.get(ask.key)
-        is_same = session is not None and (session.cache_salt, session.shared) == (ask.cache_salt, ask.history)
-        if session is None or not is_same or not session.history.is_continued_by(ask.token_ids):
-            self.release(ask.key)
-            tree = SuffixTree(self._config.max_tree_depth)
-            session = self._sessions[ask.key] = _Session(tree, ask.cache_salt, len(ask.token_ids), ask.history)
-            if ask.history is not None and ask.history.key:
-                self._histories.use(ask.history.key, ask.history.weight_version)
-                self._samples.setdefault(ask.history.key, {})[ask.key] = session
-        new_ids = session.history.extend_to(ask.token_ids)
-        session.guesses.teach(self._estimate, new_ids)
-        session.guesses = Guesses()
-        for token_id in new_ids:
-            session.tree.append(token_id)
+    def _is_continued_by(self, session: _Session, ask: Ask) -> bool:
+        is_same = (session.cache_salt, session.shared) == (ask.cache_salt, ask.history)
+        return is_same and super()._is_continued_by(session, ask)
+
+    def _start(self, ask: Ask) -> _Session:
+        session = _Session(
+            tree=SuffixTree(self._config.max_tree_depth),
+            cache_salt=ask.cache_salt,
+            num_prompt_tokens=len(ask.token_ids),
+            shared=ask.history,
+        )
+        if ask.history is not None and ask.history.key:
+            self._histories.use(ask.history.key, ask.history.weight_version)
+            self._samples.setdefault(ask.history.key, {})[ask.key] = session
         return session
 
     def _places(self, session: _Session, forced: list[int]) -> list[Place]:
@@ -303,12 +294,7 @@ class SuffixDrafter:
             self._grow(guesses, root, place, ask.max_nodes, ask.length - len(forced))
         if not forced:
             session.guesses = guesses.guesses()
-        chosen = guesses.best(ask.max_nodes)
-        return ask.answer(
-            chosen.token_ids,
-            parents=chosen.parents,
-            confidences=chosen.confidences,
-        )
+        return result_of(ask, guesses.best(ask.max_nodes))
 
     def _grow(self, guesses: GuessTree, root: int, place: Place, max_nodes: int, max_length: int) -> None:
         """Add the likeliest continuations of a place, best first."""

@@ -1,16 +1,19 @@
-"""Shared by drafters without a model: a session's tokens, and acceptance estimates by kind of guess.
+"""Shared by drafters without a model: sessions, their tokens, and acceptance estimates by kind of guess.
 
 Their drafts are point masses, which are exact however they are chosen: the estimates may learn from outcomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
-from outrider.verifier_service.messages.draft import ROOT
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 
 UNBOUNDED_MODEL_LEN = 1 << 31  # the context of a drafter without a model
 
@@ -95,6 +98,13 @@ class GuessTree:
             self.kinds.append(kind)
         return index
 
+    def add_forced(self, token_ids: Sequence[int]) -> int:
+        """Add a chain of tokens that cannot be others; return the last one's node."""
+        node = ROOT
+        for token_id in token_ids:
+            node = self.add(node, token_id, 1.0, None)
+        return node
+
     def best(self, max_nodes: int) -> ChosenNodes:
         return self.tree.best(max_nodes)
 
@@ -104,3 +114,54 @@ class GuessTree:
 
     def guesses(self) -> Guesses:
         return Guesses(self.tree.token_ids, self.tree.parents, self.kinds)
+
+
+@dataclass(slots=True, kw_only=True)
+class LookupSession:
+    """One request's text and the last guesses."""
+
+    history: TokenHistory = field(default_factory=TokenHistory)
+    guesses: Guesses = field(default_factory=Guesses)
+
+
+SomeSession = TypeVar("SomeSession", bound=LookupSession)
+
+
+class LookupDrafter(Generic[SomeSession]):
+    """A `Drafter` without a model, which answers every ask at once."""
+
+    def __init__(self, *, vocab_size: int, max_model_len: int, needs: DraftNeeds) -> None:
+        self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, needs
+        self._estimate = AcceptanceEstimate()
+        self._sessions: dict[SessionKey, SomeSession] = {}
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
+        """Answer every ask; `max_num_tokens` is ignored, since no model runs."""
+        return [self._answer(ask) for ask in asks]
+
+    def release(self, key: SessionKey) -> None:
+        self._sessions.pop(key, None)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        assert self._sessions.keys() <= set(keys), "a text of a session that is gone"
+
+    @abstractmethod
+    def _answer(self, ask: Ask) -> Draft: ...
+
+    @abstractmethod
+    def _start(self, ask: Ask) -> SomeSession:
+        """Return a session without a text, for an ask's request."""
+
+    def _is_continued_by(self, session: SomeSession, ask: Ask) -> bool:
+        return session.history.is_continued_by(ask.token_ids)
+
+    def _follow(self, ask: Ask) -> tuple[SomeSession, list[int]]:
+        """Extend a session to its ask's tokens, or start a new one; learn from the new tokens, and return them."""
+        session = self._sessions.get(ask.key)
+        if session is None or not self._is_continued_by(session, ask):
+            self.release(ask.key)
+            session = self._sessions[ask.key] = self._start(ask)
+        new_ids = session.history.extend_to(ask.token_ids)
+        session.guesses.teach(self._estimate, new_ids)
+        session.guesses = Guesses()
+        return session, new_ids

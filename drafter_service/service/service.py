@@ -7,7 +7,6 @@ in another process, and decoding does not block the event loop.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import grpc
 from outrider.proto.link_pb2 import Frame
 from outrider.verifier_service.links.control_rules import NO_ORDERS, ControlRules
 from outrider.verifier_service.links.control_table import serve_control
+from outrider.verifier_service.links.outbox import Outbox
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import Control, ControlResult
 from outrider.verifier_service.messages.link import (
@@ -32,7 +32,6 @@ from outrider.verifier_service.messages.link import (
     payloads_of,
     peek_type,
     refusal_reason,
-    take_together,
 )
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, encode
@@ -96,9 +95,8 @@ class _Stream:
         self.verifier_id, self.epoch, self.peer = hello.verifier_id, hello.epoch, peer
         self._loop = asyncio.get_running_loop()
         self.end = self._loop.create_future()  # its result (code, details) ends the stream
-        self._outbox: collections.deque[bytes] = collections.deque()
+        self._outbox = Outbox(hello.verifier_id, hello.epoch)
         self._max_queued = max_queued_frames
-        self._wake = asyncio.Event()
 
     def deliver(self, payload: bytes) -> None:
         """Send, from any thread; once the event loop has closed, do nothing."""
@@ -107,8 +105,7 @@ class _Stream:
 
     def send(self, payload: bytes) -> None:
         if len(self._outbox) < self._max_queued:
-            self._outbox.append(payload)
-            self._wake.set()
+            self._outbox.put_encoded(payload)
         else:
             self.finish(grpc.StatusCode.RESOURCE_EXHAUSTED, "the verifier does not read its drafts")
 
@@ -117,12 +114,8 @@ class _Stream:
             self.end.set_result((code, details))
 
     async def write_all(self, context: Any) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._outbox:
-                payload, *more = take_together(self._outbox)
-                await context.write(frame_of(self.verifier_id, self.epoch, payload, more))
+        async for frame in self._outbox.frames():
+            await context.write(frame)
 
 
 class DrafterLinkServicer:

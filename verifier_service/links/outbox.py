@@ -8,22 +8,29 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from outrider.proto.link_pb2 import Frame
-from outrider.verifier_service.messages.link import take_together
+from outrider.verifier_service.messages.link import frame_of, take_together
 from outrider.verifier_service.messages.wire import encode
 
 
 class Outbox:
     """A queue of encoded messages, for one event loop."""
 
-    def __init__(self, sender: str = "") -> None:
-        self._sender = sender
+    def __init__(self, sender: str = "", epoch: int = 0) -> None:
+        self._sender, self._epoch = sender, epoch
         self._waiting: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._is_closed = False
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def put(self, message: Any) -> None:
         """Queue a message."""
-        self._waiting.append(encode(message))
+        self.put_encoded(encode(message))
+
+    def put_encoded(self, payload: bytes) -> None:
+        """Queue a message that is encoded."""
+        self._waiting.append(payload)
         self._news.set()
 
     def close(self) -> None:
@@ -37,7 +44,7 @@ class Outbox:
             await self._news.wait()
             while self._waiting:
                 payload, *more = take_together(self._waiting)
-                yield Frame(sender=self._sender, payload=payload, more=more)
+                yield frame_of(self._sender, self._epoch, payload, more)
             if self._is_closed:
                 return
             self._news.clear()
