@@ -19,7 +19,7 @@ from outrider.drafter_service.heads.medusa import MedusaHeads, target_lm_head
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.learning.served_lessons import Reading
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
-from outrider.drafter_service.service.methods import METHODS, Kind, Method, named
+from outrider.drafter_service.service.methods import METHODS, Kind, Method
 from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.medusa import MedusaPupil
 from outrider.drafter_service.training.mlp_speculator import MlpPupil
@@ -61,7 +61,7 @@ class PupilMaker:
 
     def load(self, folder: Path) -> tuple[Student, Reading]:
         """Load a pupil to train. Raises `ValueError` naming a tensor or setting that does not fit the target."""
-        student, reading = named(METHODS[self.method].student)(self, folder)
+        student, reading = METHODS[self.method].student(self, folder)
         return student, reading
 
     def require_alike(self, served: Student, folder: Path) -> None:

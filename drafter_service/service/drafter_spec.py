@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.drafter_service.service.methods import Kind, named
+from outrider.drafter_service.service.methods import Kind
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
@@ -75,11 +75,11 @@ class ColocatedSpec:
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     """Return the hidden states that a verifier keeps for a drafter, from the drafter's files."""
     head = next((part for part in spec.speculative.parts if part.kind is Kind.HEAD), None)
-    if head is None or not head.parser:
+    if head is None or not head.names_taps:
         return () if head is None else (FINAL_TAP,)
     assert spec.model is not None
     config = json.loads((resolve_description(spec.model) / "config.json").read_text())
-    taps: tuple[int, ...] = named(head.parser)(config, spec.num_target_layers()).taps
+    taps: tuple[int, ...] = head.parse_config(config, spec.num_target_layers()).taps
     return taps
 
 
@@ -94,7 +94,7 @@ def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
 def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
     """Return the number of the target's KV blocks that a drafter uses for its guesses."""
     speculative = spec.speculative
-    if not any(part.has_scratch for part in speculative.parts):
-        return 0
+    if not any(part.kind is Kind.TARGET and not part.has_masks for part in speculative.parts):
+        return 0  # masks lie behind the request's own tokens
     num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
     return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)

@@ -26,15 +26,7 @@ from outrider.drafter_service.models.translated_drafter import IntersectionDraft
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.drafter_service.service.methods import (
-    METHODS,
-    Kind,
-    LookaheadKeys,
-    Method,
-    NgramKeys,
-    SuffixKeys,
-    named,
-)
+from outrider.drafter_service.service.methods import METHODS, Kind, Method
 from outrider.drafter_service.service.own_weights import OwnWeights
 from outrider.drafter_service.service.plugin_drafter import build_plugin
 from outrider.drafter_service.service.plugins import PluginContext, installed_plugins
@@ -66,11 +58,7 @@ def build_drafter(
     search; None: all installed ones. `weights` is told how the drafter's weights change.
     """
     rng, weights = rng or drafter_rng(spec), weights or OwnWeights(spec.speculative)
-    return _built(spec.speculative.method, Making(spec, runner, view, plugins, rng, weights))
-
-
-def _built(method: Method, making: Making) -> Drafter:
-    drafter: Drafter = named(METHODS[method].builder)(making)
+    drafter: Drafter = spec.speculative.record.build(Making(spec, runner, view, plugins, rng, weights))
     return drafter
 
 
@@ -96,7 +84,7 @@ class Making:
         self._runner, self._view = runner, view
         description = read_description(resolve_description(spec.target), spec.target)  # of any engine
         self.vocab_size: int = description.vocab_size  # the target's
-        self._state_width: int = description.hidden_size
+        self.state_width: int = description.hidden_size
         self.device = resolve_device(spec.target.device)
         max_model_len: int = spec.target.max_model_len or own_limit(description)
         self.limits = {"vocab_size": self.vocab_size, "max_model_len": max_model_len}
@@ -122,27 +110,21 @@ class Making:
         assert self.spec.model is not None, "the drafter has no checkpoint"
         return resolve_folder(self.spec.model)
 
-    def require_width(self, folder: Path, width: int) -> None:
-        """Raise `ValueError` unless a head reads states as wide as the target's."""
-        if width != self._state_width:
-            raise ValueError(f"{folder}: it reads states of width {width}, the target's have {self._state_width}")
-
 
 # --- look-ups ---
 
 
 def ngram(making: Making) -> Drafter:
-    keys: NgramKeys = making.config
     return NgramDrafter(
-        prompt_lookup_min=keys.prompt_lookup_min,
-        prompt_lookup_max=keys.prompt_lookup_max,
+        prompt_lookup_min=making.config.prompt_lookup_min,
+        prompt_lookup_max=making.config.prompt_lookup_max,
         needs=making.lookup_needs,
         **making.limits,
     )
 
 
 def suffix(making: Making) -> Drafter:
-    keys: SuffixKeys = making.config
+    keys = making.config
     config = SuffixConfig(
         max_tree_depth=keys.suffix_decoding_max_tree_depth,
         max_cached_requests=keys.suffix_decoding_max_cached_requests,
@@ -154,8 +136,7 @@ def suffix(making: Making) -> Drafter:
 
 
 def lookahead(making: Making) -> Drafter:
-    keys: LookaheadKeys = making.config
-    config = LookaheadConfig(window=keys.lookahead_window, ngram=keys.lookahead_ngram_size)
+    config = LookaheadConfig(window=making.config.lookahead_window, ngram=making.config.lookahead_ngram_size)
     rng = random.Random(derive_seed(making.spec.sampling_seed, "lookahead"))
     return LookaheadDrafter(rng=rng, config=config, **making.limits)
 
@@ -239,6 +220,6 @@ def plugin(making: Making) -> Drafter:
 
 
 def hybrid(making: Making) -> Drafter:
-    parts = {name: _built(name, making) for name in making.config.methods}
+    parts: dict[Method, Drafter] = {name: METHODS[name].build(making) for name in making.config.methods}
     lookups = {name: part for name, part in parts.items() if METHODS[name].kind is Kind.LOOKUP}
     return HybridDrafter(lookups, {name: part for name, part in parts.items() if name not in lookups})

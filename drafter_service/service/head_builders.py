@@ -5,9 +5,12 @@ They need transformers' model code, which takes seconds to import: no other draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
 
 from outrider.drafter_service.engine.drafter import Drafter
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
@@ -30,27 +33,34 @@ from outrider.verifier_service.model.architectures import resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.settled import with_dtype
 
+SomeModule = TypeVar("SomeModule", bound=nn.Module)
+
 
 def medusa(making: Making) -> Drafter:
-    def load(folder: Path) -> MedusaHeads:
-        heads = MedusaHeads.from_folder(folder, target_lm_head=target_lm_head(resolve_folder(making.spec.target)))
-        making.require_width(folder, heads.hidden_size)
-        return heads.to(making.device)
+    def read(folder: Path) -> MedusaHeads:
+        return MedusaHeads.from_folder(folder, target_lm_head=target_lm_head(resolve_folder(making.spec.target)))
 
-    heads = load(making.folder)
-    making.weights.keep_head(heads, load)
+    heads = _last_state_head(making, read, lambda heads: heads.hidden_size)
     return MedusaDrafter(heads, rng=making.rng, **making.limits)
 
 
 def mlp_speculator(making: Making) -> Drafter:
-    def load(folder: Path) -> MlpSpeculator:
-        speculator = MlpSpeculator.from_folder(folder)
-        making.require_width(folder, speculator.emb_dim)
-        return speculator.to(making.device)
-
-    speculator = load(making.folder)
-    making.weights.keep_head(speculator, load)
+    speculator = _last_state_head(making, MlpSpeculator.from_folder, lambda speculator: speculator.emb_dim)
     return MlpDrafter(speculator, rng=making.rng, **making.limits)
+
+
+def _last_state_head(
+    making: Making, read: Callable[[Path], SomeModule], width_of: Callable[[SomeModule], int]
+) -> SomeModule:
+    def load(folder: Path) -> SomeModule:
+        head = read(folder)
+        if (width := width_of(head)) != making.state_width:
+            raise ValueError(f"{folder}: it reads states of width {width}, the target's have {making.state_width}")
+        return head.to(making.device)
+
+    head = load(making.folder)
+    making.weights.keep_head(head, load)
+    return head
 
 
 def _heads(making: Making, kind: type[SomeHead]) -> tuple[list[SomeHead], ModelConfig]:

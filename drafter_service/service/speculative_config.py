@@ -204,4 +204,4 @@ def learning_refusal(config: SpeculativeConfig) -> str | None:
         return None
     if config.update_refusal is not None:
         return config.update_refusal
-    return None if METHODS[own[0]].student else f"{own[0]} is not trained on what was served"
+    return None if METHODS[own[0]].learns else f"{own[0]} is not trained on what was served"

@@ -23,7 +23,7 @@ from tiny.served import samples_for, served_samples, spec_of, write_first
 from tiny.training import write_target
 
 CPU = torch.device("cpu")
-LEARNING = [name for name, method in METHODS.items() if method.student]
+LEARNING = [name for name, method in METHODS.items() if method.learns]
 
 
 @pytest.fixture(scope="module")

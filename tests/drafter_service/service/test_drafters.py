@@ -21,7 +21,7 @@ from outrider.drafter_service.service.drafter_spec import (
 )
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.drafter_service.service.methods import METHODS, Kind, Method, methods_of, named
+from outrider.drafter_service.service.methods import METHODS, Kind, Method, methods_of
 from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.drafter_service.target.self_drafter import SelfDrafter
@@ -144,9 +144,10 @@ def test_scratch_of_one_draft_holds_a_partly_filled_block_the_last_token_and_the
     assert expected * block_size >= (block_size - 1) + 1 + num_nodes
 
 
-def test_every_record_names_functions_that_there_are_and_is_complete():
+def test_every_method_has_a_record_and_the_functions_that_it_speaks_of():
     assert list(METHODS) == list(Method)
-    for name, method in METHODS.items():
-        assert callable(named(method.builder))
-        assert all(callable(named(function)) for function in (method.parser, method.student) if function), name
-        assert method.has_weights or not (method.parser or method.student or method.is_in_target or method.has_sets)
+    for method in METHODS.values():
+        assert callable(method.build)
+        assert not method.learns or callable(method.student)
+        assert not method.names_taps or callable(method.parse_config)
+        assert method.has_weights or not (method.learns or method.names_taps or method.is_in_target or method.has_sets)
