@@ -110,7 +110,7 @@ class DraftMethod:
 
     @property
     def build(self) -> Callable[..., Any]:
-        """What makes a drafter of a `Making`; like the next two it may need model code, which takes seconds to import."""
+        """What makes a drafter of a `Making`. Like the next two it may need model code, whose import takes seconds."""
         return _function(f"service.{'head_builders' if self.kind is Kind.HEAD else 'drafters'}", self.name)
 
     @property
