@@ -26,7 +26,7 @@ from outrider.drafter_service.models.translated_drafter import IntersectionDraft
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.drafter_service.service.methods import METHODS, Kind, Method
+from outrider.drafter_service.service.methods import METHODS, Kind
 from outrider.drafter_service.service.own_weights import OwnWeights
 from outrider.drafter_service.service.plugin_drafter import build_plugin
 from outrider.drafter_service.service.plugins import PluginContext, installed_plugins
@@ -181,7 +181,6 @@ def draft_model(making: Making) -> Drafter:
 
 
 def _tokenizers(making: Making) -> tuple[FileTokenizer, FileTokenizer]:
-
     assert making.spec.model is not None
     target, draft = (resolve_description(model) for model in (making.spec.target, making.spec.model))
     return FileTokenizer.from_folder(target), FileTokenizer.from_folder(draft)
@@ -220,6 +219,9 @@ def plugin(making: Making) -> Drafter:
 
 
 def hybrid(making: Making) -> Drafter:
-    parts: dict[Method, Drafter] = {name: METHODS[name].build(making) for name in making.config.methods}
-    lookups = {name: part for name, part in parts.items() if METHODS[name].kind is Kind.LOOKUP}
-    return HybridDrafter(lookups, {name: part for name, part in parts.items() if name not in lookups})
+    lookups: dict[str, Drafter] = {}
+    models: dict[str, Drafter] = {}
+    for name in making.config.methods:
+        part = METHODS[name]
+        (lookups if part.kind is Kind.LOOKUP else models)[name] = part.build(making)
+    return HybridDrafter(lookups, models)
