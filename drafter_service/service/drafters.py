@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -171,7 +172,7 @@ def draft_model(making: Making) -> Drafter:
         rules = replace(making.rules, vocab_size=min(runner.vocab_size, vocab_size))
         return PagedDrafter(ModelForward(runner, rules), num_ahead_branches=making.num_ahead_branches)
     target, draft = _tokenizers(making)
-    tokenizers = {"target_tokenizer": target, "draft_tokenizer": draft}
+    tokenizers: dict[str, Any] = {"target_tokenizer": target, "draft_tokenizer": draft}
     if making.config.vocabulary == "text":
         inner = PagedDrafter(ModelForward(runner, replace(making.rules, vocab_size=runner.vocab_size)))
         return TextDrafter(inner, target_vocab_size=vocab_size, **tokenizers)
