@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from outrider.drafter_service.heads.head_files import HeadFiles, opened
 from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
-from outrider.verifier_service.model.config import Dtype, ModelConfig
+from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
 from outrider.verifier_service.model.settled import own_limit, resolve_device, resolve_dtype
@@ -239,7 +239,7 @@ class DraftHead(nn.Module):
         target: TensorSource | None = None,
         num_target_layers: int | None = None,
         device: torch.device = CPU,
-        dtype: Dtype = "float32",
+        dtype: str = "float32",
     ) -> Self:
         """Load a checkpoint of any format of its kind; embeddings that it lacks are the `target`'s.
 
