@@ -19,7 +19,7 @@ from fakes.reports import verifier_report
 from fuzz.budget import examples
 from fuzz.json_bodies import NAMES, bodies_with_one_wrong_place, plausible_bodies, spoilt_bodies
 from fuzz.tally import TALLY
-from fuzz.test_http_bodies import check_answer, few_tokens, healthy, refuse_constant
+from fuzz.test_http_bodies import check_answer, few_tokens, refuse_constant
 from outrider.cluster.api.learner_routes import add_learner_actions, add_learner_status
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdMiddleware
@@ -34,6 +34,7 @@ from outrider.drafter_service.learning.messages import Action, Answer
 from outrider.verifier_service.messages.engine import CONTROLS, Control, ControlResult
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import healthy
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "world_size": 3, "group_name": "g"}
 BUCKET = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]], "group_name": "g"}

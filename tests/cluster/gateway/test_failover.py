@@ -22,7 +22,6 @@ from fakes.played_fleet import (
     fleet_of,
     outputs_of,
     tokens_of,
-    until,
 )
 from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.common.errors import InvalidRequest, OutriderError, RequestFailed, Unavailable
@@ -38,6 +37,7 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.requests_link import Accepted
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 

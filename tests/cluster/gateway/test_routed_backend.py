@@ -23,7 +23,6 @@ from fakes.played_fleet import (
     outputs_of,
     snapshot_of,
     tokens_of,
-    until,
 )
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
@@ -37,6 +36,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.messages.requests_link import Accepted, Refused
+from support.waiting import until
 
 
 def assigned(endpoint: str) -> Assignment:
