@@ -57,38 +57,37 @@ def test_the_scripts_tokens_are_distinct():
     assert len(set(EXPECTED[:6])) == 6, "or the stop tokens below would come earlier than meant"
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(num_before: int):
-    bench = bench_before_draft(stop_token_ids=(EXPECTED[1 + num_before],))
-    bench.drafts.answer(EXPECTED[1:5])
+NEVER_SAID = next(token_id for token_id in range(97) if token_id not in EXPECTED)
+STOP_2, EOS_2 = {"stop_token_ids": (EXPECTED[2],)}, {"eos_token_ids": (96, EXPECTED[2])}
+STOP_4 = {"stop_token_ids": (EXPECTED[4],)}
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "num_tokens", "reason"),
+    [
+        ({"stop_token_ids": (EXPECTED[1],)}, EXPECTED[1:5], 1, FinishReason.STOP),
+        (STOP_2, EXPECTED[1:5], 2, FinishReason.STOP),
+        (STOP_4, EXPECTED[1:5], 4, FinishReason.STOP),
+        ({"stop_token_ids": (NEVER_SAID,)}, (EXPECTED[1], NEVER_SAID), 2, None),
+        ({"max_tokens": 4}, EXPECTED[1:3], 3, FinishReason.LENGTH),
+        ({"max_tokens": 3, **STOP_2}, EXPECTED[1:2], 2, FinishReason.STOP),
+        (EOS_2, EXPECTED[1:5], 2, FinishReason.STOP),
+        ({**EOS_2, **STOP_4}, EXPECTED[1:5], 2, FinishReason.STOP),
+        ({**EOS_2, "ignore_eos": True}, EXPECTED[1:5], 5, None),
+        ({**EOS_2, "ignore_eos": True, **STOP_4}, EXPECTED[1:5], 4, FinishReason.STOP),
+        ({**EOS_2, "ignore_eos": True, "min_tokens": 5}, EXPECTED[1:5], 5, None),
+        ({**EOS_2, "min_tokens": 2}, EXPECTED[1:3], 2, FinishReason.STOP),
+    ],
+)
+def test_an_output_ends_at_the_first_token_that_ends_it(options: dict, draft, num_tokens: int, reason):
+    bench = bench_before_draft(**options)
+    bench.drafts.answer(draft)
     output = bench.step_one()
-    assert output.token_ids == EXPECTED[1 : 2 + num_before]
-    assert output.finish_reason is FinishReason.STOP
-    assert not bench.engine.has_work()
-    assert bench.engine.scheduler.kv_usage == 0.0
-    assert bench.drafts.sent[-1] == ("d", Close(request_id="a"))
-
-
-def test_a_stop_token_that_was_drafted_wrongly_stops_nothing():
-    stop = next(token_id for token_id in range(97) if token_id not in EXPECTED)
-    bench = bench_before_draft(stop_token_ids=(stop,), max_tokens=8)
-    bench.drafts.answer((EXPECTED[1], stop))
-    assert bench.step_one().finish_reason is None
-    assert tokens_of(bench.finish()["a"])[-1] == EXPECTED[7]
-
-
-def test_max_tokens_limits_what_is_asked_and_a_full_draft_reaches_it_exactly():
-    bench = bench_before_draft(max_tokens=4)
-    assert bench.drafts.last_ask()[1].max_length == 2, "one place is the bonus token's"
-    bench.drafts.answer(EXPECTED[1:3])
-    output = bench.step_one()
-    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:4], FinishReason.LENGTH)
-
-
-def test_a_stop_token_at_max_tokens_is_a_stop():
-    bench = EngineBench()
-    bench.add(max_tokens=3, stop_token_ids=(EXPECTED[2],))
-    assert bench.finish()["a"][-1].finish_reason is FinishReason.STOP
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1 : 1 + num_tokens], reason)
+    assert bench.engine.has_work() == (reason is None)
+    if reason is not None:
+        assert bench.engine.scheduler.kv_usage == 0.0
+        assert bench.drafts.sent[-1] == ("d", Close(request_id="a"))
 
 
 def test_the_models_maximum_length_ends_a_request():
@@ -101,30 +100,6 @@ def test_the_models_maximum_length_ends_a_request():
     outputs.append(bench.step_one())
     assert tokens_of(outputs) == greedy_tokens(4, prompt)
     assert outputs[-1].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize(
-    ("options", "num_tokens", "reason"),
-    [
-        ({}, 3, FinishReason.STOP),
-        ({"ignore_eos": True}, 8, FinishReason.LENGTH),
-        ({"ignore_eos": True, "stop_token_ids": (EXPECTED[4],)}, 5, FinishReason.STOP),
-        ({"stop_token_ids": (EXPECTED[4],)}, 3, FinishReason.STOP),
-    ],
-)
-def test_end_of_sequence_stops_unless_it_is_ignored(options, num_tokens: int, reason: FinishReason):
-    bench = EngineBench(eos_token_ids=(96, EXPECTED[2]))
-    bench.add(max_tokens=8, **options)
-    outputs = bench.finish()["a"]
-    assert tokens_of(outputs) == EXPECTED[:num_tokens]
-    assert outputs[-1].finish_reason is reason
-
-
-def test_an_end_of_sequence_inside_a_draft_is_passed_over_when_ignored():
-    bench = bench_before_draft(eos_token_ids=(EXPECTED[2],), ignore_eos=True)
-    bench.drafts.answer(EXPECTED[1:5])
-    output = bench.step_one()
-    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:6], None)
 
 
 # --- requests that are refused ---
@@ -523,24 +498,12 @@ def test_the_wild_scenarios_preempt_move_and_share():
 # --- what changes logits ---
 
 
-def test_the_end_is_put_off_until_min_tokens_inside_a_draft():
-    """The third token would end the output: it may where two must come before it, and may not where three must."""
-    options = {"eos_token_ids": (EXPECTED[2],), "max_tokens": 4}
-    bench = bench_before_draft(min_tokens=2, **options)
-    bench.drafts.answer(EXPECTED[1:3])
-    output = bench.step_one()
-    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:3], FinishReason.STOP)
-    bench = bench_before_draft(min_tokens=3, **options)
+def test_an_end_that_comes_before_min_tokens_is_no_token():
+    bench = bench_before_draft(min_tokens=3, max_tokens=4, **EOS_2)
     bench.drafts.answer(EXPECTED[1:3])
     output = bench.step_one()
     assert output.token_ids == (EXPECTED[1], 0), "all others are equally unlikely: the lowest id"
     assert (output.finish_reason, output.num_accepted_tokens) == (None, 1)
-
-
-def test_min_tokens_leaves_an_ignored_end_of_sequence_alone():
-    bench = EngineBench(eos_token_ids=(EXPECTED[2],))
-    bench.add(max_tokens=6, min_tokens=5, ignore_eos=True)
-    assert tokens_of(bench.finish()["a"]) == EXPECTED[:6]
 
 
 def test_requests_with_and_without_processors_share_a_step():
