@@ -35,6 +35,7 @@ from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, payloads_of
 from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.messages.requests_link import TO_GATEWAY, Accepted, Refused, StepOutputs
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 
 FOR_TRAINERS = ControlRules(is_open=True)
 
@@ -58,12 +59,6 @@ class ScriptedEngine:
     def say(self, *outputs: RequestOutput) -> None:
         """Say a step's outputs."""
         self.table.deliver([Published.of(output) for output in outputs])
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -38,6 +38,7 @@ from outrider.verifier_service.messages.link import (
     take_together,
 )
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=9, vocab_fingerprint="", max_draft_length=8, max_model_len=64)
 HELLO = Hello(verifier_id="v", epoch=7, vocab_size=9)
@@ -165,12 +166,6 @@ async def linked(
         yield link, recorder
     finally:
         await link.stop()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.contextmanager

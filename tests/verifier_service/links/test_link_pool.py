@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.draft import Commit, Draft, DraftSamplin
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, DrafterIdentity, Hello, frame_of
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 from tiny.drafters import model_drafter
 
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=97)
@@ -76,12 +77,6 @@ class Scene:
 
     def states(self) -> list[PeerState]:
         return [message for message in self.told if isinstance(message, PeerState)]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

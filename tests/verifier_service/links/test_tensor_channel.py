@@ -7,8 +7,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,16 +26,10 @@ from outrider.verifier_service.links.tensor_channel import (
     open_pair,
 )
 from outrider.verifier_service.messages.tensor_route import TensorRoute
+from support.waiting import wait_until as until
 
 PATIENCE_S = 30.0
 ROUTE = TensorRoute(transport="gloo", store="nowhere:1", group="v/1/1")
-
-
-def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "what was waited for does not come"
-        time.sleep(0.001)
 
 
 def data(num_bytes: int, value: int = 1) -> torch.Tensor:
