@@ -9,10 +9,6 @@ def make_timer() -> RoundTimer:
     return RoundTimer(first_s=1.0, min_s=0.002, max_s=0.5)
 
 
-def test_first_deadline_is_the_configured_one():
-    assert make_timer().deadline_s == 1.0
-
-
 def test_steady_rounds_bring_the_deadline_near_the_round_time():
     timer = make_timer()
     for _ in range(100):
@@ -101,9 +97,3 @@ def test_a_drafter_that_was_late_and_is_not_asked_any_more_gets_another_chance()
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.95
     assert shares[-1] < 0.02
-
-
-def test_one_late_draft_says_little():
-    share = LateShare()
-    share.observe(1.0, is_late=True)
-    assert share.share_at(1.0) == pytest.approx(1 / 3)
