@@ -14,8 +14,10 @@ from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.control_table import ControlTable
 from outrider.verifier_service.links.handover_calls import NO_HANDOVERS, HandoverCalls
-from outrider.verifier_service.messages.handover import KVSource
+from outrider.verifier_service.messages.engine import EngineUpdate
+from outrider.verifier_service.messages.handover import EndTake, GivenFrame, KVSource, KVTerms, PartsRead, TakeKV
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import encode
 from tiny.handing import HandingEngine, ask, prompts
 from tiny.handing_ports import Served
 
@@ -123,6 +125,23 @@ async def test_a_request_that_the_takers_engine_refuses_leaves_nothing_on_the_ho
             assert last is not None
             assert last.finish_reason is FinishReason.ERROR
         assert not taker.bench.handovers.taker._num_bytes
+
+
+async def test_the_giver_is_told_what_was_read_and_that_the_taker_has_hung_up():
+    sent: list[object] = []
+    calls = HandoverCalls(sent.append)
+    asked = TakeKV(take_id="the taker's own", request_id="a", terms=KVTerms(fingerprint="f", weight_version="w"))
+    frames = calls.give(encode(asked))
+    first = asyncio.ensure_future(anext(frames))
+    await asyncio.sleep(0)
+    (told,) = sent
+    assert isinstance(told, TakeKV)
+    calls.deliver(EngineUpdate(given=(GivenFrame(take_id=told.take_id, payload=b"abc"),)))
+    assert await first == b"abc"
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(anext(frames), 0.01)  # a taker that hangs up while it waits
+    ends = [PartsRead(take_id=told.take_id, num_bytes=3), EndTake(take_id=told.take_id)]
+    assert sent == [replace(asked, take_id=told.take_id), *ends]
 
 
 async def test_calls_that_cannot_be_answered_say_why():
