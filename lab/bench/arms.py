@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,12 +19,13 @@ from outrider.lab.bench.figures import (
     LIBRARY_ASSISTED,
     OFF,
     SHARED,
-    DraftCounts,
     RequestTrace,
     RunTrace,
     Workload,
+    added,
 )
 from outrider.lab.bench.peers import AssistedLibraryArm, LibraryArm, load_library_model
+from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -115,15 +116,6 @@ class _Recording:
         self.token_ids += output.token_ids
         self.speculation = output.speculation or self.speculation
 
-    @property
-    def drafts(self) -> DraftCounts:
-        return DraftCounts(
-            num_drafts=self.speculation.num_drafts,
-            num_draft_tokens=self.speculation.num_draft_tokens,
-            num_accepted_tokens=self.speculation.num_accepted_tokens,
-            num_empty_rounds=self.speculation.num_empty_rounds,
-        )
-
     def trace(self) -> RequestTrace:
         return RequestTrace(
             arrival_s=self.arrival_s,
@@ -133,15 +125,40 @@ class _Recording:
         )
 
 
+class Engine(Protocol):
+    """What an arm of ours drives: `OfflineEngine`, or one whose messages are weighed."""
+
+    @property
+    def engine(self) -> VerifierEngine: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """An engine whose messages to its drafter are weighed."""
+
+    def take_bytes(self) -> dict[str, int]:
+        """Return, and forget, the encoded bytes of what has passed, by type of message."""
+
+
 class OutriderArm:
     """Our engine, kept at `concurrency` requests for as long as there are more."""
 
     def __init__(
-        self, name: str, engine: OfflineEngine, *, cores: frozenset[int], num_threads: int, clock: Clock
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        cores: frozenset[int],
+        num_threads: int,
+        clock: Clock,
+        forgets: bool = False,
     ) -> None:
+        """`forgets`: a drafter that remembers responses knows nothing of earlier runs."""
         self.name, self.cores, self.num_threads = name, cores, num_threads
         self.offline = engine
-        self._clock = clock
+        self._clock, self._forgets = clock, forgets
         self._num_runs = 0
 
     @classmethod
@@ -171,6 +188,7 @@ class OutriderArm:
         """
         self._num_runs += 1
         engine = self.offline.engine
+        self._take_bytes()
         plan = SpeculationPlan(draft_length=workload.num_speculative_tokens, is_pinned=True)
         recordings = [_Recording() for _ in workload.prompts]
         waiting = deque(enumerate(workload.prompts))
@@ -192,11 +210,19 @@ class OutriderArm:
             elapsed_s=self._clock() - begin_s,
             requests=tuple(recording.trace() for recording in recordings),
             num_target_steps=engine.stats.num_steps - first_step,
-            drafts=sum((recording.drafts for recording in recordings), DraftCounts()),
+            drafts=added(recording.speculation for recording in recordings),
+            wire_bytes=self._take_bytes(),
         )
+
+    def _take_bytes(self) -> dict[str, int]:
+        """Return, and forget, the bytes that went between verifier and drafter, where they are weighed."""
+        return self.offline.take_bytes() if isinstance(self.offline, Weighed) else {}
 
     def _add(self, request_id: str, prompt: tuple[int, ...], workload: Workload, plan: SpeculationPlan) -> None:
         sampling = SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True)
-        request = GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan)
+        salt = str(self._num_runs) if self._forgets else ""
+        request = GenerationRequest(
+            request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan, cache_salt=salt
+        )
         if (failure := self.offline.engine.add(request)) is not None:
             raise BenchError(f"{self.name}: {failure.error}")

@@ -7,13 +7,12 @@ The target has the same cores in every arm, all but the last: a near drafter tak
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import gc
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cluster.common.hints import did_you_mean
@@ -26,20 +25,15 @@ from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.methods import METHODS, Kind, Method
 from outrider.drafter_service.service.rank_main import run_drafter_rank
 from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
-from outrider.lab.bench.arms import BenchError, Clock, placed
-from outrider.lab.bench.figures import Workload
-from outrider.lab.bench.pairs import WARM_UP_TOKENS
+from outrider.lab.bench.arms import Clock, OutriderArm, placed
+from outrider.lab.bench.figures import BenchResult, Measurement, Workload, answer_pairs, rows_of
+from outrider.lab.bench.pairs import warm_up
+from outrider.lab.report import Machine
+from outrider.lab.same_tokens import compare, plain_decoding
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine, load_rank
 from outrider.verifier_service.messages.draft import DraftClient, DrafterEvent, DrafterMessage, VerifierMessage
-from outrider.verifier_service.messages.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-    SamplingParams,
-    SpeculationMetrics,
-    SpeculationPlan,
-)
+from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec
@@ -57,7 +51,7 @@ HYBRID_MODELS = (Method.EAGLE3, Method.EAGLE, Method.MEDUSA, Method.DRAFT_MODEL)
 CACHE_BYTES = 256 << 20  # for KV, of each side
 
 
-OpenOne = Callable[["DrafterArm", Clock], contextlib.AbstractContextManager["OpenArm"]]
+OpenOne = Callable[["DrafterArm", Clock], contextlib.AbstractContextManager[OutriderArm]]
 
 
 class Place(enum.StrEnum):
@@ -76,18 +70,8 @@ class DrafterArm:
     config: ServiceConfig
 
     @property
-    def drafts(self) -> bool:
-        return self.name != OFF
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterRun:
-    """What one run over the whole workload did."""
-
-    elapsed_s: float
-    token_ids: tuple[tuple[int, ...], ...]  # by prompt
-    speculation: SpeculationMetrics  # of all requests together
-    wire_bytes: Mapping[str, int]  # encoded messages between verifier and drafter, by type
+    def label(self) -> str:
+        return self.name if self.name == OFF else f"{self.name}, {self.place}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +91,23 @@ class BenchPlan:
         """Return how many measured runs there will be."""
         return self.repeats * len(self.concurrencies) * sum(map(len, self.groups))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """A run and where it stands in the benchmark."""
-
-    name: str
-    place: Place
-    group: int
-    concurrency: int
-    repeat: int
-    run: DrafterRun
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.run.elapsed_s
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.run.token_ids))
+    def result_of(self, machine: Machine, measurements: Sequence[Measurement]) -> BenchResult:
+        """Add the runs up, and hold greedy tokens against plain decoding's."""
+        is_greedy = self.workload.temperature == 0.0
+        model = self.groups[0][0].config.verifier_spec.model
+        answers = answer_pairs(self.pair, measurements, self.workload.prompts, OFF) if is_greedy else []
+        rows = rows_of(self.pair, measurements, 0, baseline=OFF, compare=is_greedy, off=OFF)
+        return BenchResult(
+            machine=machine,
+            target=self.target,
+            draft=None,
+            baseline=OFF,
+            workload=self.workload,
+            repeats=self.repeats,
+            read_bytes_per_s={},
+            rows=tuple(sorted(rows, key=lambda row: row.concurrency)),
+            tallies=(compare(answers, plain_decoding(model)),) if is_greedy else (),
+        )
 
 
 def measure(
@@ -133,7 +115,8 @@ def measure(
 ) -> list[Measurement]:
     """Run every arm at every concurrency as often as asked, each after a warm-up that does not count.
 
-    Every second repeat goes backwards, so that a machine that gets slower or faster favours no arm.
+    Every second repeat goes backwards, so that a machine that gets slower or faster favours no arm. What is measured
+    beside each other has the same number as its repeat.
     """
     measurements: list[Measurement] = []
     for repeat in range(plan.repeats):
@@ -141,27 +124,21 @@ def measure(
         for group in range(len(plan.groups))[::direction]:
             for arm in plan.groups[group][::direction]:
                 with (open_arm or opened)(arm, clock) as ready:
-                    runs = list(_runs(ready, plan, on_run))
+                    for concurrency in plan.concurrencies:
+                        on_run(f"{arm.label}, concurrency {concurrency}")
+                        ready.run(warm_up(plan.workload, concurrency), concurrency)
+                        measurements.append(
+                            Measurement(
+                                arm=arm.label,
+                                num_threads=ready.num_threads,
+                                concurrency=concurrency,
+                                repeat=repeat * len(plan.groups) + group,
+                                trace=ready.run(plan.workload, concurrency),
+                                read_bytes_per_s=1.0,
+                            )
+                        )
                 del ready  # the next arm's models need the room
-                measurements += [
-                    Measurement(
-                        name=arm.name, place=arm.place, group=group, concurrency=concurrency, repeat=repeat, run=run
-                    )
-                    for concurrency, run in runs
-                ]
     return measurements
-
-
-def _runs(ready: OpenArm, plan: BenchPlan, on_run: Callable[[str], None]) -> Iterator[tuple[int, DrafterRun]]:
-    for concurrency in plan.concurrencies:
-        on_run(f"{ready.arm.name}, {ready.arm.place}, concurrency {concurrency}")
-        ready.run(_warm_up(plan.workload, concurrency), concurrency)
-        yield concurrency, ready.run(plan.workload, concurrency)
-
-
-def _warm_up(workload: Workload, concurrency: int) -> Workload:
-    max_tokens = min(WARM_UP_TOKENS, workload.max_tokens)
-    return dataclasses.replace(workload, prompts=workload.prompts[:concurrency], max_tokens=max_tokens)
 
 
 # --- which arms there are ---
@@ -262,64 +239,28 @@ class WeighingClient:
 
 
 @dataclass(slots=True)
-class OpenArm:
-    """An arm with its target and drafter loaded."""
+class WeighedEngine:
+    """An engine whose messages to its drafter are weighed; an `Engine` of arms."""
 
-    arm: DrafterArm
     engine: VerifierEngine
+    pipe: PipeDraftClient | None  # of a drafter in a process of its own
     client: WeighingClient
-    pipe: PipeDraftClient | None
-    clock: Clock
-    num_runs: int = field(default=0, init=False)
 
-    def run(self, workload: Workload, concurrency: int) -> DrafterRun:
-        """Generate `max_tokens` for every prompt, kept at `concurrency`; raises `BenchError` when a request fails."""
-        self.num_runs += 1
-        self.client.take_bytes()
-        token_ids: list[list[int]] = [[] for _ in workload.prompts]
-        speculation = SpeculationMetrics()
-        waiting = deque(enumerate(workload.prompts))
-        begin_s = self.clock()
-        while waiting or self.engine.has_work():
-            while waiting and len(self.engine.requests) < concurrency:
-                self._add(*waiting.popleft(), workload)
-            for output in self._step():
-                token_ids[int(output.request_id)] += output.token_ids
-                if output.finish_reason is not None and output.speculation is not None:
-                    speculation = speculation.plus(output.speculation)
-        elapsed_s = self.clock() - begin_s
-        return DrafterRun(
-            elapsed_s=elapsed_s,
-            token_ids=tuple(map(tuple, token_ids)),
-            speculation=speculation,
-            wire_bytes=self.client.take_bytes(),
-        )
-
-    def _step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
+        """Run one step; where every request waits for its draft, sleep until one arrives."""
         outputs = self.engine.step()
         if outputs is None and self.pipe is not None:
             self.pipe.wait(self.engine.idle_s() or 0.0)
-        for output in outputs or ():
-            if output.finish_reason is FinishReason.ERROR:
-                raise BenchError(f"{self.arm.name}, {self.arm.place}: {output.error}")
         return outputs or []
 
-    def _add(self, index: int, prompt: tuple[int, ...], workload: Workload) -> None:
-        request = GenerationRequest(
-            request_id=str(index),
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True),
-            plan=SpeculationPlan(
-                draft_length=workload.num_speculative_tokens if self.arm.drafts else 0, is_pinned=True
-            ),
-            cache_salt=str(self.num_runs),  # a drafter that remembers responses must not know them from the last run
-        )
-        if (failure := self.engine.add(request)) is not None:
-            raise BenchError(f"{self.arm.name}, {self.arm.place}: {failure.error}")
+    def take_bytes(self) -> dict[str, int]:
+        """Return, and forget, the bytes that crossed a wire, by type of message."""
+        found = self.client.take_bytes()
+        return {} if self.pipe is None else found
 
 
 @contextlib.contextmanager
-def opened(arm: DrafterArm, clock: Clock) -> Iterator[OpenArm]:
+def opened(arm: DrafterArm, clock: Clock) -> Iterator[OutriderArm]:
     """Load an arm's target and drafter, and keep this process on the target's cores, until the end."""
     gc.collect()  # the last arm's models are in cycles
     target_cores, drafter_cores = shared_out(arm.place)
@@ -342,7 +283,9 @@ def opened(arm: DrafterArm, clock: Clock) -> Iterator[OpenArm]:
             client = WeighingClient(local)
             engine = build_engine(runner, verifier, client)
             attach(engine)
-        yield OpenArm(arm, engine, client, pipe, clock)
+        weighed = WeighedEngine(engine, pipe, client)
+        threads = len(target_cores)
+        yield OutriderArm(arm.label, weighed, cores=target_cores, num_threads=threads, clock=clock, forgets=True)
 
 
 def shared_out(place: Place) -> tuple[frozenset[int], frozenset[int]]:

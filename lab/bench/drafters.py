@@ -1,18 +1,24 @@
 """`outrider bench drafters`: every drafter beside plain decoding, near and far, chains and trees, in one run.
 
-    inflate the target
-    for each repeat:                     every second one backwards, so that a drifting machine favours none
-        for each method:
-            plain decoding, then its arms: loaded, run at each concurrency after a warm-up, and gone again
+near, far       in the verifier's process, in turns with the target; in a process of its own, on a core of its own
+speed-up        tokens/s over plain decoding, measured beside the drafter in the same repeat; the target has the same
+                cores in every arm, a far drafter's core comes on top
+accept. length  1 + accepted / verifications with a draft
+accepted at i   verifications that accept at least i draft tokens / verifications with a draft
+drafted         draft tokens verified / verifications with a draft
+empty           decode steps of a request that ran without a draft / all of them
+B/token         encoded messages between verifier and drafter / committed tokens; the prompt is in there: its ids, and
+                its hidden states where a drafter reads them all
 
-Nothing heavy is imported before the verb runs.
+Each repeat measures, for each method, plain decoding and then its arms: loaded, run at each concurrency after a
+warm-up, and gone again. Nothing heavy is imported before the verb runs.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, numbers, show_progress
+from outrider.cluster.common.terminal import NOTHING, numbers, show_progress
+from outrider.lab.report import Column, Report, definitions_of, describe_machine, files, number
 
 if TYPE_CHECKING:
     from outrider.lab.bench.drafter_arms import BenchPlan
+    from outrider.lab.bench.figures import BenchResult, Row
 
 PLAIN_WIDTH = 180  # columns of text where the output is no terminal
 EMBEDDED_INFLATE_TO = 100e6
+STATES, FROM_DRAFTER = {"States"}, {"Draft", "Resync"}  # types of messages
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -75,8 +84,7 @@ def _folders(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> 
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens of every prompt, exactly.")
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--repeats", type=int, default=2, show_default=True, help="Speeds are their medians.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json", "markdown")
 def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -> None:
     """Measure every drafter: acceptance by position, speed-up over plain decoding, bytes on the wire.
 
@@ -84,9 +92,7 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
     """
     from outrider.lab.bench.arms import BenchError
     from outrider.lab.bench.drafter_arms import measure
-    from outrider.lab.bench.drafters_report import result_of, to_json, to_markdown, to_table
-    from outrider.lab.bench.pairs import describe_machine
-    from outrider.lab.same_tokens import plain_decoding, require_same
+    from outrider.lab.same_tokens import require_same
 
     with ExitStack() as stack:
         try:
@@ -99,15 +105,9 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
             measurements = measure(plan, clock=time.perf_counter, on_run=on_run)
         except BenchError as error:
             raise click.ClickException(str(error)) from error
-        model = plan.groups[0][0].config.verifier_spec.model
-        result = result_of(plan, machine, measurements, plain_decoding(model))
-    console_of(PLAIN_WIDTH).print(to_table(result))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(result))
-    if result.tally is not None:
-        require_same(result.tally)
+        result = plan.result_of(machine, measurements)
+    report_of(result, plan.num_tree_nodes).show(PLAIN_WIDTH, json_file, markdown_file)
+    require_same(*result.tallies)
 
 
 @contextmanager
@@ -157,3 +157,92 @@ def _planned(
             repeats=repeats,
             num_tree_nodes=num_tree_nodes,
         )
+
+
+# --- the report ---
+
+
+def report_of(result: BenchResult, num_tree_nodes: int) -> Report[Row]:
+    """Return a result as it is shown."""
+    from outrider.lab.bench.report import differences, document_of, sections_of
+
+    workload = result.workload
+    notes = [
+        "The end-of-sequence token is ignored: every arm makes the same number of tokens. No prefix cache; what a "
+        "drafter remembers of earlier responses begins anew in every run."
+    ]
+    if any(row.pair.startswith("target inflated") for row in result.rows):
+        notes.append(
+            "The inflated target computes the same function and the same hidden states at a larger price: acceptance "
+            "is the small pair's own, the cost ratio of target and drafter is made."
+        )
+    counted = [
+        {"drafts": dataclasses.asdict(row.total.drafts), "bytes_per_token": bytes_per_token(row)} for row in result.rows
+    ]
+    document = document_of(result)
+    rows = [row | more for row, more in zip(document["rows"], counted, strict=True)]
+    return Report(
+        title=(
+            f"{result.machine}. {len(workload.prompts)} prompts ({sum(map(len, workload.prompts))} tokens) x "
+            f"{workload.max_tokens} tokens, temperature {workload.temperature:g}, drafts of "
+            f"{workload.num_speculative_tokens}, trees of {num_tree_nodes}; speeds are medians of "
+            f"{result.repeats} interleaved repeats."
+        ),
+        columns=columns_of(workload.num_speculative_tokens),
+        sections=sections_of(result.rows),
+        notes=[*notes, *differences(result, "plain decoding")],
+        heading="Every drafter",
+        command="outrider bench drafters",
+        definitions=definitions_of(__doc__).rpartition("\n\n")[0],
+        document={**document, "rows": rows, "num_tree_nodes": num_tree_nodes},
+    )
+
+
+def columns_of(num_positions: int) -> list[Column[Row]]:
+    """Return the columns for drafts of so many tokens."""
+    positions = ", ".join(str(position + 1) for position in range(num_positions))
+    return [
+        Column("drafter", lambda row: row.arm),
+        Column("tokens/s", lambda row: number(row.figures.tokens_per_s, 1)),
+        Column("speed-up", lambda row: number(row.ratio, 2)),
+        Column("accept. length", lambda row: number(row.total.drafts.mean_acceptance_length, 2)),
+        Column(f"accepted at {positions} (%)", lambda row: _shares(by_position(row, num_positions))),
+        Column("drafted", lambda row: number(drafted(row), 1)),
+        Column("empty", lambda row: number(empty(row), 0, 100, " %")),
+        Column("B/token to drafter", lambda row: number(_sum(row, bytes_per_token(row).keys() - FROM_DRAFTER), 0)),
+        Column("of them states", lambda row: number(_sum(row, bytes_per_token(row).keys() & STATES), 0)),
+        Column("back", lambda row: number(_sum(row, bytes_per_token(row).keys() & FROM_DRAFTER), 0)),
+    ]
+
+
+def _shares(shares: Sequence[float]) -> str:
+    return " ".join(f"{share * 100:.0f}" for share in shares) or NOTHING
+
+
+def by_position(row: Row, num_positions: int) -> list[float]:
+    """Return the share of a row's drafts of which so many tokens or more were accepted; [] without drafts."""
+    counts = row.total.drafts
+    found = counts.num_accepted_per_position  # no further than drafts went
+    padded = [*found, *[0] * (num_positions - len(found))]
+    return [accepted / counts.num_drafts for accepted in padded] if counts.num_drafts else []
+
+
+def drafted(row: Row) -> float | None:
+    counts = row.total.drafts
+    return counts.num_draft_tokens / counts.num_drafts if counts.num_drafts else None
+
+
+def empty(row: Row) -> float | None:
+    counts = row.total.drafts
+    num_rounds = counts.num_drafts + counts.num_empty_rounds
+    return counts.num_empty_rounds / num_rounds if num_rounds else None
+
+
+def bytes_per_token(row: Row) -> dict[str, float]:
+    """Return the bytes on the wire by type of message; {} where nothing crosses one."""
+    return {kind: size / row.total.num_tokens for kind, size in row.total.wire_bytes.items()}
+
+
+def _sum(row: Row, kinds: Collection[str]) -> float | None:
+    sizes = bytes_per_token(row)
+    return sum(sizes[kind] for kind in kinds) if sizes else None

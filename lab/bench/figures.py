@@ -15,13 +15,17 @@ bandwidth share         weight bytes of one target forward x target forwards / e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.lab.report import Machine
 from outrider.lab.same_tokens import Pair, Tally, first_difference
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 # the arms
 LIBRARY = "transformers generate"
@@ -61,28 +65,22 @@ class RequestTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCounts:
-    """What became of the drafts of one run."""
-
-    num_drafts: int = 0  # verifications with a draft that was not empty
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_empty_rounds: int = 0  # decode steps of a speculating request that ran without a draft
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        names = [entry.name for entry in dataclasses.fields(self)]
-        return DraftCounts(**{name: a + b for name, a, b in zip(names, mine, theirs, strict=True)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunTrace:
     """One arm's run over the whole workload at one concurrency."""
 
     elapsed_s: float
     requests: tuple[RequestTrace, ...]  # in the order of the prompts
     num_target_steps: int  # forwards of the target model
-    drafts: DraftCounts = DraftCounts()
+    drafts: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # of all requests together
+    wire_bytes: Mapping[str, int] = field(default_factory=dict)  # between verifier and drafter, by type; where weighed
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,26 +121,7 @@ class Row:
     figures: Figures
     repeats: tuple[Figures, ...]
     first_differences: Mapping[int, int] | None  # prompt -> first differing token; None: nothing to compare with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Where it was measured."""
-
-    cpu: str
-    num_cores: int  # that this process may use
-    memory_bytes: int
-    load_average: float  # over the minute before the start: what else was running
-    python: str
-    torch: str
-    transformers: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.cpu}, {self.num_cores} cores, {self.memory_bytes / 2**30:.0f} GiB, "
-            f"load {self.load_average:.1f} at the start; Python {self.python}, torch {self.torch}, "
-            f"transformers {self.transformers}"
-        )
+    total: RunTrace  # all repeats together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +158,9 @@ def figures_of(trace: RunTrace, weight_bytes: int, read_bytes_per_s: float) -> F
     first_token_s = percentile([request.time_to_first_token_s for request in trace.requests], 0.5)
     assert first_token_s is not None, "a run has requests"
     return Figures(
-        tokens_per_s=sum(len(request.token_ids) for request in trace.requests) / trace.elapsed_s,
-        acceptance_rate=drafts.num_accepted_tokens / drafts.num_draft_tokens if drafts.num_draft_tokens else None,
-        mean_acceptance_length=1 + drafts.num_accepted_tokens / drafts.num_drafts if drafts.num_drafts else None,
+        tokens_per_s=trace.tokens_per_s,
+        acceptance_rate=drafts.draft_acceptance_rate,
+        mean_acceptance_length=drafts.mean_acceptance_length,
         time_to_first_token_p50_s=first_token_s,
         inter_token_p50_s=percentile(inter_token_s, 0.5),
         inter_token_p99_s=percentile(inter_token_s, 0.99),
@@ -201,31 +180,33 @@ def median_figures(repeats: Sequence[Figures]) -> Figures:
 
 
 def rows_of(
-    pair: str, measurements: Sequence[Measurement], weight_bytes: int, *, baseline: str, compare: bool
+    pair: str, measurements: Sequence[Measurement], weight_bytes: int, *, baseline: str, compare: bool, off: str = OFF
 ) -> list[Row]:
     """Make a table line of every arm at every concurrency, in the order of their first measurement.
 
-    With `compare`, tokens are compared with those of our own plain decoding.
+    With `compare`, tokens are compared with those of our own plain decoding, the arm `off`.
     """
     cells: dict[tuple[int, str], list[Measurement]] = {}
     for measurement in measurements:
         cells.setdefault((measurement.concurrency, measurement.arm), []).append(measurement)
-    reference = _plain(measurements) if compare else None
+    reference = _plain(measurements, off) if compare else None
     return [
         _row(pair, cell, cells.get((concurrency, baseline)), weight_bytes, reference)
         for (concurrency, _), cell in cells.items()
     ]
 
 
-def _plain(measurements: Sequence[Measurement]) -> RunTrace | None:
+def _plain(measurements: Sequence[Measurement], off: str) -> RunTrace | None:
     """Return plain decoding's first run at the smallest concurrency."""
-    runs = [measurement for measurement in measurements if measurement.arm == OFF]
+    runs = [measurement for measurement in measurements if measurement.arm == off]
     return min(runs, key=lambda run: (run.concurrency, run.repeat)).trace if runs else None
 
 
-def answer_pairs(pair: str, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]]) -> list[Pair]:
+def answer_pairs(
+    pair: str, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]], off: str = OFF
+) -> list[Pair]:
     """Return every answer of our own arms beside plain decoding's; another library's may be other ones."""
-    plain = _plain(measurements)
+    plain = _plain(measurements, off)
     return [
         Pair(
             what=f"{pair}, concurrency {run.concurrency}, {run.arm}, prompt {index + 1}",
@@ -255,17 +236,32 @@ def _row(
         figures=median_figures(repeats),
         repeats=repeats,
         first_differences=None if reference is None else dict(_differences(cell, reference)),
+        total=_total([run.trace for run in cell]),
     )
 
 
 def _ratio(cell: Sequence[Measurement], baseline: Sequence[Measurement]) -> float:
     """Compare repeat by repeat, so that a machine that slows down in between slows both sides."""
-    expected = {run.repeat: _tokens_per_s(run.trace) for run in baseline}
-    return statistics.median(_tokens_per_s(run.trace) / expected[run.repeat] for run in cell)
+    expected = {run.repeat: run.trace.tokens_per_s for run in baseline}
+    return statistics.median(run.trace.tokens_per_s / expected[run.repeat] for run in cell)
 
 
-def _tokens_per_s(trace: RunTrace) -> float:
-    return sum(len(request.token_ids) for request in trace.requests) / trace.elapsed_s
+def _total(traces: Sequence[RunTrace]) -> RunTrace:
+    sizes = Counter[str]()
+    for trace in traces:
+        sizes.update(trace.wire_bytes)
+    return RunTrace(
+        elapsed_s=sum(trace.elapsed_s for trace in traces),
+        requests=tuple(request for trace in traces for request in trace.requests),
+        num_target_steps=sum(trace.num_target_steps for trace in traces),
+        drafts=added(trace.drafts for trace in traces),
+        wire_bytes=dict(sorted(sizes.items())),
+    )
+
+
+def added(metrics: Iterable[SpeculationMetrics]) -> SpeculationMetrics:
+    """Return the counts of several requests or runs together."""
+    return functools.reduce(SpeculationMetrics.plus, metrics, SpeculationMetrics())
 
 
 def _differences(cell: Sequence[Measurement], reference: RunTrace) -> Iterator[tuple[int, int]]:

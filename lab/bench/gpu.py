@@ -16,7 +16,6 @@ it comes. Nothing heavy is imported before the verb runs.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
+from outrider.cluster.common.terminal import NOTHING, markdown_table
 from outrider.lab.bench.gpu_beside import vllm_rates
 from outrider.lab.bench.gpu_measure import (
     NUM_ROWS,
@@ -41,6 +40,7 @@ from outrider.lab.bench.gpu_measure import (
     tokens_of,
 )
 from outrider.lab.bench.gpu_models import FULL, TINY, BenchShape, models
+from outrider.lab.report import describe_machine, files, show_page, write
 from outrider.lab.same_tokens import Pair, Tally, compare, plain_decoding, require_same
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class GpuBench:
     def off(self, target: Path) -> list[list[int]]:
         """Measure the target alone; return the tokens of every prompt."""
         from outrider.cluster.offline.engine import OfflineEngine
-        from outrider.lab.bench.pairs import describe_machine, streamed_weight_bytes
+        from outrider.lab.bench.pairs import streamed_weight_bytes
         from outrider.verifier_service.engine.pipelined import PipelinedEngine
         from outrider.verifier_service.model.runner import graph_backend
 
@@ -250,8 +250,7 @@ def _share(value: float | None) -> str:
 @click.option("--enforce-eager", is_flag=True, help="Capture no steps as CUDA graphs.")
 @click.option("--drafter-process/--no-drafter-process", default=True, show_default=True, help="Measure that, too.")
 @click.option("--beside", type=click.Choice(["vllm"]), help="Measure this engine with the same model, too.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json", "markdown")
 def gpu(tiny: bool, drafter_process: bool, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     """Measure what one accelerator gives: models of random weights, of 8 B and 1 B cost; no download."""
     begin_s = time.perf_counter()
@@ -261,10 +260,7 @@ def gpu(tiny: bool, drafter_process: bool, json_file: Path | None, markdown_file
 
     result = run(TINY if tiny else FULL, drafter_process=drafter_process, say=say, **options)
     table = to_markdown(result)
-    console_of(PLAIN_WIDTH).print(table, highlight=False, markup=False)
-    if json_file is not None:
-        figures = {"roofline_share": result.roofline_share, "host_s": result.host_s}
-        json_file.write_text(json.dumps({**asdict(result), **figures}, indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(table + "\n")
+    show_page(table, PLAIN_WIDTH, markdown_file)
+    figures = {"roofline_share": result.roofline_share, "host_s": result.host_s}
+    write(json_file, lambda: {**asdict(result), **figures})
     require_same(*result.tallies.values())

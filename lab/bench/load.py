@@ -17,7 +17,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.lab.bench.figures import DraftCounts
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 Prompt = str | Sequence[int]
 Clock = Callable[[], float]
@@ -55,7 +55,7 @@ class Reply:
     chunk_times_s: tuple[float, ...] = ()
     ended_s: float
     num_tokens: int = 0
-    drafts: DraftCounts = field(default_factory=DraftCounts)
+    drafts: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     error: str | None = None
 
 

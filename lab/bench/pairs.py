@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 
 from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
@@ -37,7 +34,6 @@ from outrider.lab.bench.figures import (
     OFF,
     SHARED,
     BenchResult,
-    Machine,
     Measurement,
     Row,
     Workload,
@@ -45,6 +41,7 @@ from outrider.lab.bench.figures import (
     rows_of,
 )
 from outrider.lab.bench.inflate import inflate
+from outrider.lab.report import describe_machine
 from outrider.lab.same_tokens import Tally, compare, plain_decoding
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
@@ -236,7 +233,7 @@ def measure(
         with placed(arm.cores, arm.num_threads):
             if (repeat, arm.num_threads) not in speeds:
                 speeds[repeat, arm.num_threads] = (read_speed or measure_read_speed)(clock)
-            arm.run(_warm_up(options.workload, concurrency), concurrency)
+            arm.run(warm_up(options.workload, concurrency), concurrency)
             trace = arm.run(options.workload, concurrency)
         measurements.append(
             Measurement(
@@ -251,7 +248,8 @@ def measure(
     return measurements
 
 
-def _warm_up(workload: Workload, concurrency: int) -> Workload:
+def warm_up(workload: Workload, concurrency: int) -> Workload:
+    """Return the first prompts and tokens of a workload, which do not count."""
     max_tokens = min(WARM_UP_TOKENS, workload.max_tokens)
     return dataclasses.replace(workload, prompts=workload.prompts[:concurrency], max_tokens=max_tokens)
 
@@ -268,26 +266,6 @@ def measure_read_speed(clock: Clock) -> float:
         tensor.sum()
         times_s.append(clock() - begin_s)
     return READ_BYTES / min(times_s)
-
-
-def describe_machine() -> Machine:
-    """Say where we are."""
-    return Machine(
-        cpu=_cpu_name(),
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        load_average=os.getloadavg()[0],
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-    )
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def streamed_weight_bytes(model: ModelConfig) -> int:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
+from outrider.lab.bench.figures import RequestTrace, RunTrace, Workload
+from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.settled import resolve_device, resolve_dtype
@@ -99,7 +100,7 @@ class AssistedLibraryArm:
         self._configure_drafting(workload.num_speculative_tokens)
         begin_s = self._clock()
         requests: list[RequestTrace] = []
-        drafts, num_steps = DraftCounts(), 0
+        drafts, num_steps = SpeculationMetrics(), 0
         for batch in _chunks(workload.prompts, concurrency):
             arrival_s = self._clock()
             for prompt in batch:
@@ -107,7 +108,7 @@ class AssistedLibraryArm:
                     self._target, [prompt], workload, self._clock, assistant_model=self._draft
                 )
                 num_steps += len(outputs.times_s)
-                drafts += count_drafts(outputs.sizes, workload)
+                drafts = drafts.plus(count_drafts(outputs.sizes, workload))
                 requests.append(_request_trace(arrival_s, outputs, tokens))
         return RunTrace(
             elapsed_s=self._clock() - begin_s, requests=tuple(requests), num_target_steps=num_steps, drafts=drafts
@@ -122,17 +123,19 @@ class AssistedLibraryArm:
         )
 
 
-def count_drafts(output_sizes: Sequence[int], workload: Workload) -> DraftCounts:
+def count_drafts(output_sizes: Sequence[int], workload: Workload) -> SpeculationMetrics:
     """Tell from the sizes of its outputs what assisted generation drafted and accepted.
 
     Every output is accepted tokens and one more; drafts leave room for that one within `max_tokens`.
     """
-    counts, num_done = DraftCounts(), 0
+    counts, num_done = SpeculationMetrics(), 0
     for size in output_sizes:
         length = min(workload.num_speculative_tokens, workload.max_tokens - num_done - 1)
         num_done += size
         if length > 0:
-            counts += DraftCounts(num_drafts=1, num_draft_tokens=length, num_accepted_tokens=size - 1)
+            counts = counts.plus(
+                SpeculationMetrics(num_drafts=1, num_draft_tokens=length, num_accepted_tokens=size - 1)
+            )
     return counts
 
 

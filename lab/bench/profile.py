@@ -10,7 +10,6 @@ Nothing heavy is imported before the verb runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table, numbers
+from outrider.cluster.common.terminal import markdown_table, numbers
+from outrider.lab.report import describe_machine, files, show_page, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,14 +90,12 @@ class Profile:
 @click.option("--threads", "num_threads", type=click.IntRange(1), help="Default: one for each core.")
 @click.option("--concurrency", "concurrencies", default="1,4,16,32", show_default=True, callback=numbers)
 @click.option("--num-steps", type=click.IntRange(1), default=40, show_default=True, help="To take the medians of.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json", "markdown")
 def profile(
     concurrencies: tuple[int, ...], num_steps: int, json_file: Path | None, markdown_file: Path | None, **options: Any
 ) -> None:
     """Show where a decoding step of MODEL, by default the embedded one, spends its time."""
     from outrider.cluster.offline.engine import OfflineEngine
-    from outrider.lab.bench.pairs import describe_machine
 
     try:
         config = _config(max(concurrencies), **options)
@@ -108,15 +106,12 @@ def profile(
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     table, machine = to_markdown(profiles), str(describe_machine())
-    console_of(PLAIN_WIDTH).print(f"{machine}\nms of a step\n\n{table}", highlight=False)
-    if json_file is not None:
-        rows = [
-            {"concurrency": own.concurrency, "host_ms": own.host_ms, "phases_ms": own.phases, "parts_ms": own.parts}
-            for own in profiles
-        ]
-        json_file.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(f"{machine}; ms of a step\n\n{table}\n")
+    show_page(f"{machine}; ms of a step\n\n{table}", PLAIN_WIDTH, markdown_file)
+    rows = [
+        {"concurrency": own.concurrency, "host_ms": own.host_ms, "phases_ms": own.phases, "parts_ms": own.parts}
+        for own in profiles
+    ]
+    write(json_file, lambda: {"machine": machine, "rows": rows})
 
 
 def _config(max_num_seqs: int, *, method: str | None, num_threads: int | None, **options: Any) -> ServiceConfig:

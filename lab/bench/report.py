@@ -1,98 +1,67 @@
-"""Show a benchmark's result: a table for the terminal, Markdown for a page, JSON for a program."""
+"""What `outrider bench latency` and `throughput` show of a result."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.bench import figures as bench_figures
 from outrider.lab.bench.figures import LIBRARY_ASSISTED, OFF, BenchResult, Row
+from outrider.lab.report import Column, Report, Section, number
 
-FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A heading and how a row's value is written under it."""
-
-    heading: str
-    cell: Callable[[Row], str]
-
-
-def _number(value: float | None, digits: int, scale: float = 1.0, unit: str = "") -> str:
-    return NOTHING if value is None else f"{value * scale:.{digits}f}{unit}"
-
-
-ARM = Column("arm", lambda row: row.arm)
+ARM = Column[Row]("arm", lambda row: row.arm)
 SPEED = (
-    Column("tokens/s", lambda row: _number(row.figures.tokens_per_s, 1)),
-    Column("ratio", lambda row: _number(row.ratio, 2)),
+    Column[Row]("tokens/s", lambda row: number(row.figures.tokens_per_s, 1)),
+    Column[Row]("ratio", lambda row: number(row.ratio, 2)),
 )
 ACCEPTANCE = (
-    Column("accepted", lambda row: _number(row.figures.acceptance_rate, 0, 100, " %")),
-    Column("accept. length", lambda row: _number(row.figures.mean_acceptance_length, 2)),
+    Column[Row]("accepted", lambda row: number(row.figures.acceptance_rate, 0, 100, " %")),
+    Column[Row]("accept. length", lambda row: number(row.figures.mean_acceptance_length, 2)),
 )
 LATENCY = (
-    Column("first token p50", lambda row: _number(row.figures.time_to_first_token_p50_s, 1, 1e3, " ms")),
-    Column("inter-token p50", lambda row: _number(row.figures.inter_token_p50_s, 2, 1e3, " ms")),
-    Column("p99", lambda row: _number(row.figures.inter_token_p99_s, 2, 1e3, " ms")),
+    Column[Row]("first token p50", lambda row: number(row.figures.time_to_first_token_p50_s, 1, 1e3, " ms")),
+    Column[Row]("inter-token p50", lambda row: number(row.figures.inter_token_p50_s, 2, 1e3, " ms")),
+    Column[Row]("p99", lambda row: number(row.figures.inter_token_p99_s, 2, 1e3, " ms")),
 )
 COST = (
-    Column("bandwidth", lambda row: _number(row.figures.bandwidth_share, 0, 100, " %")),
-    Column("target steps", lambda row: _number(row.figures.num_target_steps, 0)),
+    Column[Row]("bandwidth", lambda row: number(row.figures.bandwidth_share, 0, 100, " %")),
+    Column[Row]("target steps", lambda row: number(row.figures.num_target_steps, 0)),
 )
 THROUGHPUT_COLUMNS = (ARM, *SPEED, *ACCEPTANCE, *LATENCY, *COST)
 LATENCY_COLUMNS = (ARM, *LATENCY, *SPEED, *ACCEPTANCE, *COST)
 
 
-def sections(result: BenchResult) -> list[tuple[str, list[Row]]]:
+def report_of(result: BenchResult, columns: Sequence[Column[Row]]) -> Report[Row]:
+    """Return a result as it is shown."""
+    workload = result.workload
+    return Report(
+        title=(
+            f"{result.machine}. {len(workload.prompts)} prompts x {workload.max_tokens} tokens, "
+            f"temperature {workload.temperature:g}, drafts of {workload.num_speculative_tokens}, "
+            f"medians of {result.repeats} interleaved repeats."
+        ),
+        columns=columns,
+        sections=sections_of(result.rows),
+        notes=footnotes(result),
+        definitions=(bench_figures.__doc__ or "").strip(),
+        document=document_of(result),
+    )
+
+
+def sections_of(rows: Sequence[Row]) -> list[Section[Row]]:
     """Put the rows of one pair at one concurrency together under a title."""
     found: dict[str, list[Row]] = {}
-    for row in result.rows:
+    for row in rows:
         found.setdefault(f"{row.pair}, concurrency {row.concurrency}", []).append(row)
-    return list(found.items())
+    return [Section(title, rows) for title, rows in found.items()]
 
 
-def to_table(result: BenchResult, columns: Sequence[Column]) -> RenderableType:
-    """Draw the result for a terminal."""
-    table = Table(title=headline(result), title_justify="left", caption_justify="left")
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column is ARM else "right", no_wrap=True)
-    for title, rows in sections(result):
-        table.add_row(Text(title, style="bold"))
-        for row in rows:
-            table.add_row(*(column.cell(row) for column in columns))
-        table.add_section()
-    return Group(table, *(Text(note) for note in footnotes(result)))
-
-
-def to_markdown(result: BenchResult, columns: Sequence[Column]) -> str:
-    """Write the result as a page: the same cells and notes as the table's."""
-    lines = [headline(result), ""]
-    for title, rows in sections(result):
-        lines += [f"**{title}**", ""]
-        lines.append("| " + " | ".join(column.heading for column in columns) + " |")
-        lines.append("|" + "|".join("---" if column is ARM else "---:" for column in columns) + "|")
-        lines += ["| " + " | ".join(column.cell(row) for column in columns) + " |" for row in rows]
-        lines.append("")
-    lines += [f"- {note}" for note in footnotes(result)]
-    return "\n".join(lines) + "\n"
-
-
-def to_json(result: BenchResult) -> dict[str, Any]:
+def document_of(result: BenchResult) -> dict[str, Any]:
     """Describe the result for programs: every repeat's figures, times in seconds, rates as fractions."""
     workload = dataclasses.asdict(result.workload)
     prompts = workload.pop("prompts")
     return {
-        "format_version": FORMAT_VERSION,
-        "definitions": bench_figures.__doc__,
         "machine": dataclasses.asdict(result.machine),
         "target": result.target,
         "draft": result.draft,
@@ -118,16 +87,6 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def headline(result: BenchResult) -> str:
-    """Name the machine and the work."""
-    workload = result.workload
-    return (
-        f"{result.machine}. {len(workload.prompts)} prompts x {workload.max_tokens} tokens, "
-        f"temperature {workload.temperature:g}, drafts of {workload.num_speculative_tokens}, "
-        f"medians of {result.repeats} interleaved repeats."
-    )
-
-
 def footnotes(result: BenchResult) -> list[str]:
     """Say what the table cannot: definitions, reservations, and which tokens differed."""
     reads = ", ".join(f"{speed / 1e9:.1f} GB/s with {n} threads" for n, speed in result.read_bytes_per_s.items())
@@ -146,22 +105,17 @@ def footnotes(result: BenchResult) -> list[str]:
             "The inflated target computes the same function at a larger price: acceptance is the small pair's own, "
             "the cost ratio of target and draft is made."
         )
-    return [*notes, *_empty_rounds(result), *_differences(result)]
+    if empty := [(row, row.figures.num_empty_rounds) for row in result.rows if row.figures.num_empty_rounds]:
+        counts = "; ".join(f"{_place(row)}: {count:.0f}" for row, count in empty)
+        notes.append(f"Decode steps of a request that ran without a draft though speculation was on: {counts}.")
+    return [*notes, *differences(result, OFF)]
 
 
-def _empty_rounds(result: BenchResult) -> list[str]:
-    rows = [row for row in result.rows if row.figures.num_empty_rounds]
-    if not rows:
-        return []
-    counts = "; ".join(f"{_place(row)}: {row.figures.num_empty_rounds:.0f}" for row in rows)
-    return [f"Decode steps of a request that ran without a draft though speculation was on: {counts}."]
-
-
-def _differences(result: BenchResult) -> list[str]:
+def differences(result: BenchResult, plain: str) -> list[str]:
+    """Say which tokens differed from plain decoding's, the arm of that name."""
     if result.workload.temperature > 0.0:
         return ["Sampled tokens are not compared."]
-    num_prompts = len(result.workload.prompts)
-    what = f"Prompts (of {num_prompts}) whose greedy tokens differ from {OFF}'s"
+    what = f"Prompts (of {len(result.workload.prompts)}) whose greedy tokens differ from {plain}'s"
     rows = [row for row in result.rows if row.first_differences]
     if not rows:
         return [f"{what}: none, in any arm."]

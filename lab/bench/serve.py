@@ -16,9 +16,9 @@ import httpx
 from outrider.cluster.client.openai_client import Server, ServerError, first_model, open_client, stream_events
 from outrider.cluster.offline.prompts import PromptError, read_prompt_lines
 from outrider.drafter_service import embedded
-from outrider.lab.bench.figures import DraftCounts
 from outrider.lab.bench.load import Clock, LoadPoint, LoadTrace, Prompt, Reply, run_load
 from outrider.lab.bench.serve_figures import LoadFigures, Slo, figures_of
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 OnPoint = Callable[[LoadPoint], Callable[[], None]]  # told of a point; returns whom to tell of each reply
 
@@ -135,7 +135,7 @@ async def stream_reply(client: httpx.AsyncClient, body: dict[str, Any], clock: C
     """
     sent_s, times_s = clock(), []
     num_tokens: int | None = None
-    drafts, error = DraftCounts(), None
+    drafts, error = SpeculationMetrics(), None
     try:
         async with contextlib.aclosing(stream_events(client, "/v1/completions", body)) as events:
             async for event in events:
@@ -155,10 +155,10 @@ async def stream_reply(client: httpx.AsyncClient, body: dict[str, Any], clock: C
     )
 
 
-def _drafts(event: dict[str, Any]) -> DraftCounts | None:
+def _drafts(event: dict[str, Any]) -> SpeculationMetrics | None:
     """Read what an Outrider server reports in a request's last chunk."""
     speculation = (event.get("metrics") or {}).get("speculative_decoding")
     if not speculation:
         return None
     names: Sequence[str] = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_empty_rounds")
-    return DraftCounts(**{name: speculation.get(name, 0) for name in names})
+    return SpeculationMetrics(**{name: speculation.get(name, 0) for name in names})

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.lab.bench.figures import DraftCounts, percentile
+from outrider.lab.bench.figures import added, percentile
 from outrider.lab.bench.load import LoadPoint, LoadTrace, Reply
 
 
@@ -75,7 +75,7 @@ def figures_of(trace: LoadTrace, slo: Slo) -> LoadFigures:
     """Compute one load point's figures."""
     completed = [reply for reply in trace.replies if reply.error is None]
     good = [reply for reply in completed if meets(reply, slo)]
-    drafts = sum((reply.drafts for reply in completed), DraftCounts())
+    drafts = added(reply.drafts for reply in completed)
     return LoadFigures(
         point=trace.point,
         num_requests=len(trace.replies),
@@ -90,8 +90,8 @@ def figures_of(trace: LoadTrace, slo: Slo) -> LoadFigures:
         itl=_latency([gap for reply in completed for gap in gaps_s(reply)]),
         tpot=_latency([time_s for reply in completed if (time_s := time_per_output_token_s(reply)) is not None]),
         e2el=_latency([reply.ended_s - reply.sent_s for reply in completed]),
-        acceptance_rate=drafts.num_accepted_tokens / drafts.num_draft_tokens if drafts.num_draft_tokens else None,
-        mean_acceptance_length=1 + drafts.num_accepted_tokens / drafts.num_drafts if drafts.num_drafts else None,
+        acceptance_rate=drafts.draft_acceptance_rate,
+        mean_acceptance_length=drafts.mean_acceptance_length,
     )
 
 

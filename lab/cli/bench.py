@@ -6,7 +6,6 @@ Nothing heavy is imported before a verb runs.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,14 @@ from outrider.lab.bench.profile import profile
 from outrider.lab.gateway.verb import gateway
 from outrider.lab.peers.verb import peers as peers_verb
 from outrider.lab.replay.replay import replay
+from outrider.lab.report import files, write
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from outrider.lab.bench.figures import BenchResult
+    from outrider.lab.bench.figures import BenchResult, Row
     from outrider.lab.bench.load import LoadPoint
     from outrider.lab.bench.pairs import BenchOptions
-    from outrider.lab.bench.report import Column
     from outrider.lab.bench.serve import ServeBenchOptions
+    from outrider.lab.report import Column
 
 SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
@@ -61,8 +59,7 @@ _COMMON_OPTIONS = (
         help="Parameters of the target in a second pair of equal outputs; 0: none. "
         "Default: 100e6 for the embedded pair, 0 for MODEL.",
     ),
-    click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
-    click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
+    files("json", "markdown"),
 )
 
 
@@ -144,7 +141,7 @@ def throughput(**options: Any) -> None:
     _run(THROUGHPUT_COLUMNS, **options)
 
 
-def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
+def _run(columns: Sequence[Column[Row]], *, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     from outrider.lab.bench.arms import BenchError
     from outrider.lab.bench.pairs import pairs, run_bench
 
@@ -160,21 +157,15 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
     report(result, columns, json_file, markdown_file)
 
 
-def report(result: BenchResult, columns: Sequence[Column], json_file: Path | None, markdown_file: Path | None) -> None:
+def report(
+    result: BenchResult, columns: Sequence[Column[Row]], json_file: Path | None, markdown_file: Path | None
+) -> None:
     """Show a result and write it; raise `click.ClickException` where tokens are not plain decoding's."""
-    from outrider.lab.bench.report import to_json, to_markdown, to_table
+    from outrider.lab.bench.report import report_of
     from outrider.lab.same_tokens import require_same
 
-    _show(to_table(result, columns))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(result, columns))
+    report_of(result, columns).show(PLAIN_WIDTH, json_file, markdown_file)
     require_same(*result.tallies)
-
-
-def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:
-    console_of(width).print(table)
 
 
 def _parse(
@@ -257,8 +248,7 @@ _SERVE_OPTIONS = (
     click.option(
         "--max-seconds", type=float, default=300.0, show_default=True, help="Of a point; what is left then is an error."
     ),
-    click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
-    click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG."),
+    files("json", "plot"),
 )
 
 
@@ -301,9 +291,8 @@ def serve(
                 result = run(server, bench_options, clock=time.perf_counter, on_point=on_point)
             except ServerError as error:
                 raise click.ClickException(str(error)) from error
-    _show(to_table(result), SERVE_PLAIN_WIDTH)
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
+    console_of(SERVE_PLAIN_WIDTH).print(to_table(result))
+    write(json_file, lambda: to_json(result))
     if plot_file is not None:
         from outrider.lab.bench.serve_plot import plot
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import OnWork, console_of, show_work
+from outrider.lab.report import files, write
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from outrider.lab.simulate.figures import LatencyBounds
     from outrider.lab.simulate.system import LoadLaw, System
 
@@ -25,6 +24,7 @@ PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
 NAME = "simulate"  # of the work, as it is shown
 PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART = "plan", "break-even", "fleet", "load", "day", "kv", "apart"
+WITHOUT_PLOT = {PLAN: "a plan", BREAK_EVEN: "a break-even", FLEET: "one fleet", KV: "kv", APART: "apart"}
 # The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
 BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
 
@@ -104,8 +104,7 @@ _OPTIONS = (
         help="Of running ahead, as measured in docs/results/index.md; 0: drafters do not.",
     ),
     click.option("--seed", type=int, default=0, show_default=True),
-    click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG."),
-    click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
+    files("plot", "json"),
 )
 
 
@@ -127,58 +126,46 @@ def simulate(study: str, plot_file: Path | None, json_file: Path | None, **optio
     try:
         if plot_file is not None:
             require_extra("plots", "--plot")
-        with _seldom_collected():
-            table, result = _STUDIES[study](plot_file, **options)
+            if study in WITHOUT_PLOT:
+                raise ValueError(f"--plot: {WITHOUT_PLOT[study]} has none")
+        total = {FLEET: options["num_requests"], DAY: options["qps"] * options["day_s"]}.get(study)
+        progress = contextlib.nullcontext(lambda done, word: None) if study == BREAK_EVEN else show_work(NAME, total)
+        with _seldom_collected(), progress as on_work:
+            given = SimpleNamespace(
+                **options,
+                system=_system(**options),
+                load=_load(**options),
+                bounds=_bounds(**options),
+                on_run=_counting(on_work),
+                on_progress=lambda done: on_work(done, f"{done} requests"),
+            )
+            table, result = _STUDIES[study](given, plot_file)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     console_of(PLAIN_WIDTH).print(table)
-    if json_file is not None:
-        from outrider.lab.simulate.report import to_json
+    from outrider.lab.simulate.report import to_json
 
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
+    write(json_file, lambda: to_json(result))
 
 
-def _plan(plot_file: Path | None, *, qps: float, seed: int, duration_s: float, **options: Any) -> tuple[Any, Any]:
+def _plan(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     from outrider.lab.simulate.report import plan_table
     from outrider.lab.simulate.studies import make_plan
 
-    if plot_file is not None:
-        raise ValueError("--plot: a plan has none")
-    with show_work(NAME, None) as on_work:
-        plan = make_plan(
-            _system(**options),
-            _load(**options),
-            qps,
-            _bounds(**options),
-            duration_s=duration_s,
-            seed=seed,
-            on_run=_counting(on_work),
-        )
+    several = {"duration_s": given.duration_s, "seed": given.seed, "on_run": given.on_run}
+    plan = make_plan(given.system, given.load, given.qps, given.bounds, **several)
     return plan_table(plan), plan
 
 
-def _break_even(plot_file: Path | None, **options: Any) -> tuple[Any, Any]:
+def _break_even(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     from outrider.lab.simulate.break_even import study_break_even
     from outrider.lab.simulate.report import break_even_table
 
-    if plot_file is not None:
-        raise ValueError("--plot: a break-even has none")
-    found = study_break_even(_system(**options), _load(**options), _bounds(**options))
+    found = study_break_even(given.system, given.load, given.bounds)
     return break_even_table(found), found
 
 
-def _fleet(
-    plot_file: Path | None,
-    *,
-    qps: float,
-    seed: int,
-    num_requests: int,
-    num_verifiers: int,
-    num_drafters: int,
-    num_cells: int,
-    report_interval_s: float,
-    **options: Any,
-) -> tuple[Any, Any]:
+def _fleet(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     from dataclasses import replace
 
     import numpy as np
@@ -187,90 +174,40 @@ def _fleet(
     from outrider.lab.simulate.studies import study_fleet
     from outrider.lab.simulate.system import adaptive_arm
 
-    if plot_file is not None:
-        raise ValueError("--plot: one fleet has none")
-    system = _system(**options)
-    arm = adaptive_arm(system.num_speculative_tokens)
-    arm = replace(arm, options=replace(arm.options, report_interval_s=report_interval_s))
-    fleet = system.disaggregated(num_verifiers, num_drafters, num_cells)
-    workload = _load(**options).steady(qps, num_requests, np.random.default_rng(seed))
-    with show_work(NAME, num_requests) as on_work:
-        found = study_fleet(fleet, workload, arm, _bounds(**options), seed=seed, on_progress=_requests(on_work))
+    arm = adaptive_arm(given.system.num_speculative_tokens)
+    arm = replace(arm, options=replace(arm.options, report_interval_s=given.report_interval_s))
+    fleet = given.system.disaggregated(given.num_verifiers, given.num_drafters, given.num_cells)
+    workload = given.load.steady(given.qps, given.num_requests, np.random.default_rng(given.seed))
+    found = study_fleet(fleet, workload, arm, given.bounds, seed=given.seed, on_progress=given.on_progress)
     return fleet_table(found), found
 
 
-def _loads(
-    plot_file: Path | None,
-    *,
-    loads: str,
-    seed: int,
-    duration_s: float,
-    num_verifiers: int,
-    num_drafters: int,
-    **options: Any,
-) -> tuple[RenderableType, Any]:
+def _loads(given: SimpleNamespace, plot_file: Path | None) -> tuple[Any, Any]:
     from outrider.lab.simulate.report import runs_table
     from outrider.lab.simulate.studies import study_loads
 
-    system = _system(**options)
-    fleet = system.disaggregated(num_verifiers, num_drafters)
-    with show_work(NAME, None) as on_work:
-        rows = study_loads(
-            system,
-            fleet,
-            _load(**options),
-            _numbers("--loads", loads),
-            _bounds(**options),
-            duration_s=duration_s,
-            seed=seed,
-            on_run=_counting(on_work),
-        )
+    fleet = given.system.disaggregated(given.num_verifiers, given.num_drafters)
+    several = {"duration_s": given.duration_s, "seed": given.seed, "on_run": given.on_run}
+    rates = _numbers("--loads", given.loads)
+    rows = study_loads(given.system, fleet, given.load, rates, given.bounds, **several)
     if plot_file is not None:
         from outrider.lab.simulate.plots import plot_loads
 
         plot_loads(rows, plot_file)
-    return runs_table(rows, f"{num_verifiers} verifiers, {num_drafters} drafters"), rows
+    return runs_table(rows, f"{given.num_verifiers} verifiers, {given.num_drafters} drafters"), rows
 
 
-def _kv(
-    plot_file: Path | None,
-    *,
-    loads: str,
-    seed: int,
-    duration_s: float,
-    num_verifiers: int,
-    num_drafters: int,
-    **options: Any,
-) -> tuple[RenderableType, Any]:
+def _kv(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     from outrider.lab.simulate.kv import study_kv
     from outrider.lab.simulate.report import kv_table
 
-    if plot_file is not None:
-        raise ValueError("--plot: kv has none")
-    system = _system(**options)
-    with show_work(NAME, None) as on_work:
-        found = study_kv(
-            system,
-            system.disaggregated(num_verifiers, num_drafters),
-            _load(**options),
-            _numbers("--loads", loads),
-            duration_s=duration_s,
-            seed=seed,
-            on_run=_counting(on_work),
-        )
+    fleet = given.system.disaggregated(given.num_verifiers, given.num_drafters)
+    several = {"duration_s": given.duration_s, "seed": given.seed, "on_run": given.on_run}
+    found = study_kv(given.system, fleet, given.load, _numbers("--loads", given.loads), **several)
     return kv_table(found), found
 
 
-def _day(
-    plot_file: Path | None,
-    *,
-    qps: float,
-    seed: int,
-    day_s: float,
-    num_verifiers: int,
-    num_drafters: int,
-    **options: Any,
-) -> tuple[RenderableType, Any]:
+def _day(given: SimpleNamespace, plot_file: Path | None) -> tuple[Any, Any]:
     from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
     from outrider.lab.simulate.load import Day
     from outrider.lab.simulate.report import day_table
@@ -278,19 +215,17 @@ def _day(
     from outrider.lab.simulate.studies import study_day
     from outrider.lab.simulate.system import adaptive_arm
 
-    system = _system(**options)
-    policy = PoolsPolicy(verifiers=ReplicaRange(1, num_verifiers), drafters=ReplicaRange(0, num_drafters))
-    with show_work(NAME, qps * day_s) as on_work:
-        found = study_day(
-            system.disaggregated(1, min(1, num_drafters)),
-            _load(**options),
-            Day(mean_qps=qps, length_s=day_s),
-            adaptive_arm(system.num_speculative_tokens),
-            ScalingOptions(policy=policy),
-            _bounds(**options),
-            seed=seed,
-            on_progress=_requests(on_work),
-        )
+    verifiers, drafters = ReplicaRange(1, given.num_verifiers), ReplicaRange(0, given.num_drafters)
+    found = study_day(
+        given.system.disaggregated(1, min(1, given.num_drafters)),
+        given.load,
+        Day(mean_qps=given.qps, length_s=given.day_s),
+        adaptive_arm(given.system.num_speculative_tokens),
+        ScalingOptions(policy=PoolsPolicy(verifiers=verifiers, drafters=drafters)),
+        given.bounds,
+        seed=given.seed,
+        on_progress=given.on_progress,
+    )
     if plot_file is not None:
         from outrider.lab.simulate.plots import plot_day
 
@@ -298,19 +233,16 @@ def _day(
     return day_table(found), found
 
 
-def _apart(plot_file: Path | None, *, duration_s: float, seed: int, **options: Any) -> tuple[RenderableType, Any]:
+def _apart(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     from outrider.lab.simulate.apart import study_apart
     from outrider.lab.simulate.report import apart_table
 
-    if plot_file is not None:
-        raise ValueError("--plot: apart has none")
-    with show_work(NAME, None) as on_work:
-        on_run = _counting(on_work)
-        rows = study_apart(_system(**options), _load(**options), duration_s=duration_s, seed=seed, on_run=on_run)
+    several = {"duration_s": given.duration_s, "seed": given.seed, "on_run": given.on_run}
+    rows = study_apart(given.system, given.load, **several)
     return apart_table(rows), rows
 
 
-_STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
+_STUDIES: dict[str, Callable[[SimpleNamespace, Path | None], tuple[Any, Any]]] = {
     PLAN: _plan,
     BREAK_EVEN: _break_even,
     FLEET: _fleet,
@@ -411,10 +343,6 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"{option}: expected numbers with commas between them") from error
-
-
-def _requests(on_work: OnWork) -> Callable[[int], None]:
-    return lambda done: on_work(done, f"{done} requests")
 
 
 def _counting(on_work: OnWork) -> Callable[[], None]:

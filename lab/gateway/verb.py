@@ -20,6 +20,7 @@ import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, numbers, show_progress
+from outrider.lab.report import describe_machine, files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,8 +60,7 @@ OPEN_FILES = 16384  # of every process, if they may be so many: each stream is a
 @click.option("--model", help="Lends its tokenizer. Default: the embedded one. With --url: what the server calls it.")
 @click.option("--url", help="Instead of our own service, a server that runs: http://HOST:PORT.")
 @click.option("--pid", type=click.IntRange(1), help="The first process of --url; its descendants are counted, too.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json", "markdown")
 def gateway(json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     """Measure what a served token and request cost in processor time, by process, beside a model that is played."""
     from outrider.cluster.replicas.serving import DeployError
@@ -97,7 +97,6 @@ def _run(
     pid: int | None,
 ) -> GatewayResult:
     """Measure what the options say. Raises `ValueError` or `OSError` naming the option that is bad."""
-    from outrider.lab.bench.pairs import describe_machine
     from outrider.lab.gateway.loads import all_loads
     from outrider.lab.gateway.measure import Options, measure
     from outrider.lab.gateway.report import GatewayResult

@@ -8,9 +8,9 @@ import torch
 
 from outrider.cluster.common.terminal import markdown_table
 from outrider.drafter_service.training.served import Rounds
-from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.head.acceptance import Served, to_rows
 from outrider.lab.head.phases import Done
+from outrider.lab.report import describe_machine
 
 
 def to_page(model: str, done: Mapping[str, Done]) -> str:

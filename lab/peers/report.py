@@ -1,19 +1,16 @@
-"""Show what `outrider bench peers` found: a table for the terminal, Markdown for a page, JSON for a program."""
+"""What `outrider bench peers` shows of a result."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from outrider.cluster.common.terminal import NOTHING, markdown_table
+from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.peers.arms import BASELINE
 from outrider.lab.peers.measure import Load, Measured, equal_prompts, median_speed, paired_ratio
+from outrider.lab.report import Column, Report, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,97 +41,74 @@ class PeersResult:
         """Say whether a peer was measured at a load."""
         return any((sample.peer, sample.load) == (name, load.name) for sample in self.measured.samples)
 
+    def speed(self, load: Load, peer: PeerFacts) -> str:
+        """Write tokens/s, and the ratio to our engine with speculation off in the same repeats."""
+        if not self.has(peer.name, load):
+            return NOTHING
+        samples = self.measured.samples
+        speed = median_speed(samples, peer.name, load.name)
+        if not self.has(BASELINE, load):
+            return f"{speed:.0f}"
+        return f"{speed:.0f} ({paired_ratio(samples, peer.name, BASELINE, load.name):.2f})"
 
-def _headings(result: PeersResult) -> list[str]:
-    loads = [load.name for load in result.loads]
-    return ["engine", "version", "ready", "memory", *loads, "same tokens"]
+    def equality(self, peer: PeerFacts) -> str:
+        """Write the share of the first load's prompts of which both make the same."""
+        first = self.loads[0]
+        if not (self.has(peer.name, first) and self.has(BASELINE, first)):
+            return NOTHING
+        return f"{equal_prompts(self.measured.samples, peer.name, BASELINE, first.name):.0%}"
 
-
-def _rows(result: PeersResult) -> list[list[str]]:
-    return [
-        [
-            peer.name,
-            peer.version,
-            f"{peer.ready_s:.1f} s",
-            NOTHING if peer.peak_memory_bytes is None else f"{peer.peak_memory_bytes / 1e9:.2f} GB",
-            *(_cell(result, peer.name, load) for load in result.loads),
-            _equality(result, peer.name),
+    @property
+    def notes(self) -> list[str]:
+        """Say what the table cannot."""
+        first = self.loads[0]
+        notes = [
+            f"tokens/s, and in brackets the median ratio to {BASELINE!r} of the same repeat; greedy, {self.repeats} "
+            f"repeats, {first.max_tokens} tokens of each prompt, {len(first.prompts)} prompts or more a load.",
+            f"same tokens: share of the prompts of {first.name!r} of which {BASELINE!r} makes the same.",
         ]
-        for peer in result.peers
-    ]
+        if self.has(BASELINE, first):
+            steps_per_s = median_speed(self.measured.samples, BASELINE, first.name) / first.concurrency
+            notes.append(
+                f"Reading the weights once takes {self.weights_read_s * 1e3:.1f} ms here; a step of {BASELINE!r} at "
+                f"{first.name!r} takes {1 / (steps_per_s * self.weights_read_s):.2f} times as long, prefill included."
+            )
+        notes += [f"{name} was not measured: {reason}." for name, reason in self.missing.items()]
+        failures = self.measured.failures.items()
+        return [*notes, *(f"No figure of {name!r} at {load!r}: {why}." for (name, load), why in failures)]
 
 
-def _cell(result: PeersResult, name: str, load: Load) -> str:
-    """Write tokens/s, and the ratio to our engine with speculation off in the same repeats."""
-    if not result.has(name, load):
-        return NOTHING
-    samples = result.measured.samples
-    speed = median_speed(samples, name, load.name)
-    if not result.has(BASELINE, load):
-        return f"{speed:.0f}"
-    return f"{speed:.0f} ({paired_ratio(samples, name, BASELINE, load.name):.2f})"
+def _memory(peer: PeerFacts) -> str:
+    return NOTHING if peer.peak_memory_bytes is None else f"{peer.peak_memory_bytes / 1e9:.2f} GB"
 
 
-def _equality(result: PeersResult, name: str) -> str:
-    first = result.loads[0]
-    if not (result.has(name, first) and result.has(BASELINE, first)):
-        return NOTHING
-    return f"{equal_prompts(result.measured.samples, name, BASELINE, first.name):.0%}"
-
-
-def _notes(result: PeersResult) -> list[str]:
-    first = result.loads[0]
-    notes = [
-        f"tokens/s, and in brackets the median ratio to {BASELINE!r} of the same repeat; greedy, {result.repeats} "
-        f"repeats, {first.max_tokens} tokens of each prompt, {len(first.prompts)} prompts or more a load.",
-        f"same tokens: share of the prompts of {first.name!r} of which {BASELINE!r} makes the same.",
-    ]
-    if result.has(BASELINE, first):
-        steps_per_s = median_speed(result.measured.samples, BASELINE, first.name) / first.concurrency
-        notes.append(
-            f"Reading the weights once takes {result.weights_read_s * 1e3:.1f} ms here; a step of {BASELINE!r} at "
-            f"{first.name!r} takes {1 / (steps_per_s * result.weights_read_s):.2f} times as long, prefill included."
-        )
-    notes += [f"{name} was not measured: {reason}." for name, reason in result.missing.items()]
-    failures = result.measured.failures.items()
-    return [*notes, *(f"No figure of {name!r} at {load!r}: {why}." for (name, load), why in failures)]
-
-
-def _title(result: PeersResult) -> str:
-    return f"{result.machine}; {result.num_threads} threads, {result.dtype}"
-
-
-def to_table(result: PeersResult) -> RenderableType:
-    """Draw the result for a terminal."""
-    table = Table(title=_title(result), title_justify="left")
-    for number, heading in enumerate(_headings(result)):
-        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
-    for row in _rows(result):
-        table.add_row(*row)
-    return Group(table, *(Text(note) for note in _notes(result)))
-
-
-def to_markdown(result: PeersResult) -> str:
-    """Write the result as a page: the same cells and notes as the table's."""
-    lines = [_title(result), "", *markdown_table(_headings(result), _rows(result), num_left=2), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in _notes(result))]) + "\n"
-
-
-def to_json(result: PeersResult) -> dict[str, Any]:
-    """Return every sample's figure; token ids are left out."""
-    samples = [
-        {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s}
-        for s in result.measured.samples
-    ]
-    return {
-        "machine": result.machine,
-        "num_threads": result.num_threads,
-        "dtype": result.dtype,
-        "weights_read_s": result.weights_read_s,
-        "peers": [dataclasses.asdict(peer) for peer in result.peers],
-        "missing": dict(result.missing),
-        "failures": [
-            {"peer": name, "load": load, "reason": why} for (name, load), why in result.measured.failures.items()
+def report_of(result: PeersResult) -> Report[PeerFacts]:
+    """Return a result as it is shown; its document has every sample's figure and no token ids."""
+    return Report(
+        title=f"{result.machine}; {result.num_threads} threads, {result.dtype}",
+        columns=[
+            Column("engine", lambda peer: peer.name),
+            Column("version", lambda peer: peer.version, is_text=True),
+            Column("ready", lambda peer: f"{peer.ready_s:.1f} s"),
+            Column("memory", _memory),
+            *(Column[PeerFacts](load.name, partial(result.speed, load)) for load in result.loads),
+            Column("same tokens", result.equality),
         ],
-        "samples": samples,
-    }
+        sections=[Section("", result.peers)],
+        notes=result.notes,
+        document={
+            "machine": result.machine,
+            "num_threads": result.num_threads,
+            "dtype": result.dtype,
+            "weights_read_s": result.weights_read_s,
+            "peers": [dataclasses.asdict(peer) for peer in result.peers],
+            "missing": dict(result.missing),
+            "failures": [
+                {"peer": name, "load": load, "reason": why} for (name, load), why in result.measured.failures.items()
+            ],
+            "samples": [
+                {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s}
+                for s in result.measured.samples
+            ],
+        },
+    )

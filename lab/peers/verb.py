@@ -9,7 +9,6 @@ Nothing heavy is imported before the verb runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,8 @@ import click
 
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, numbers, show_progress
+from outrider.cluster.common.terminal import numbers, show_progress
+from outrider.lab.report import describe_machine, files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,9 +51,7 @@ PLAIN_WIDTH = 200
 @click.option("--prefix/--no-prefix", default=False, show_default=True, help="Also with a shared document in front.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Figures are their medians.")
 @click.option("--only", multiple=True, help="A peer's name, or the beginning of several; may be given several times.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG.")
+@files("json", "markdown", "plot")
 def peers(
     model: str, json_file: Path | None, markdown_file: Path | None, plot_file: Path | None, **options: Any
 ) -> None:
@@ -61,17 +59,13 @@ def peers(
     if plot_file is not None:
         require_extra("plots", "--plot")
     from outrider.lab.peers.process import PeerError
-    from outrider.lab.peers.report import to_json, to_markdown, to_table
+    from outrider.lab.peers.report import report_of
 
     try:
         result = _run(model, **options)
     except (PeerError, ValueError, OSError) as error:  # OSError: no such model
         raise click.ClickException(str(error)) from error
-    console_of(PLAIN_WIDTH).print(to_table(result))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(result))
+    report_of(result).show(PLAIN_WIDTH, json_file, markdown_file)
     if plot_file is not None:
         from outrider.lab.peers.plot import plot
 
@@ -82,7 +76,7 @@ def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -
     import os
 
     from outrider.cluster.config.known_models import path_of
-    from outrider.lab.bench.pairs import describe_machine, measure_read_speed, streamed_weight_bytes
+    from outrider.lab.bench.pairs import measure_read_speed, streamed_weight_bytes
     from outrider.lab.peers.measure import measure
     from outrider.lab.peers.process import PeerError, PeerProcess
     from outrider.lab.peers.report import PeerFacts, PeersResult

@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
+from outrider.cluster.common.terminal import console_of
+from outrider.lab.report import (
+    Column,
+    Machine,
+    Report,
+    Section,
+    definitions_of,
+    describe_machine,
+    files,
+    number,
+    table_of,
+    write,
+)
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from outrider.lab.bench.figures import Machine
     from outrider.lab.replay.traces import Figures
 
 PLAIN_WIDTH = 150  # columns of text where the output is no terminal
@@ -42,7 +51,7 @@ class DatasetResult:
 )
 @click.option("--max-nodes", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of a draft tree.")
 @click.option("--num-requests", type=click.IntRange(min=1), help="The first of each file. Default: all.")
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def replay(
     traces: tuple[Path, ...],
     num_speculative_tokens: int,
@@ -57,11 +66,9 @@ def replay(
     """
     import time
 
-    from outrider.lab.bench.pairs import describe_machine
     from outrider.lab.replay.traces import TraceError
 
-    machine = describe_machine()
-    console = console_of(PLAIN_WIDTH)
+    machine, console = describe_machine(), console_of(PLAIN_WIDTH)
     results: list[DatasetResult] = []
     try:
         for path in traces:
@@ -69,11 +76,10 @@ def replay(
                 results.append(
                     replay_file(path, num_requests, num_speculative_tokens, max_nodes, time.thread_time, on_arm)
                 )
-            console.print(to_table(results[-1]))
+            console.print(table_of(COLUMNS, results[-1].rows, title(results[-1])))
     except TraceError as error:
         raise click.ClickException(str(error)) from error
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(results, machine, num_speculative_tokens))
+    write(None, dict, markdown_file, report_of(results, machine, num_speculative_tokens).to_markdown)
 
 
 @contextmanager
@@ -107,8 +113,8 @@ def replay_file(
     names = dict.fromkeys(name for trace in traces for name in trace.recorded)
     rows = [(f"recorded: {name}", recorded_figures(traces, name)) for name in names]
     todo = arms(max_nodes)
-    for number, arm in enumerate(todo):
-        on_arm(arm.name, number / len(todo))
+    for place, arm in enumerate(todo):
+        on_arm(arm.name, place / len(todo))
         rows.append((arm.name, replay_arm(arm, traces, num_speculative_tokens=num_speculative_tokens, clock=clock)))
     return DatasetResult(
         name=path.name.partition(".")[0],
@@ -120,69 +126,43 @@ def replay_file(
 
 # --- the report ---
 
-HEADINGS = (
-    "drafter",
-    "accept. length",
-    "accepted at 1, 2, 3, 4, 5, 6 (%)",
-    "drafted",
-    "empty",
-    "µs per draft p50",
-    "p99",
-    "µs per prompt token",
-)
-
-
-def cells(name: str, figures: Figures) -> list[str]:
-    """Write one row under `HEADINGS`."""
-    return [
-        name,
-        f"{figures.mean_acceptance_length:.3f}",
-        " ".join(f"{share * 100:4.1f}" for share in figures.acceptance_by_position),
-        _number(figures.drafted, "{:.2f}"),
-        _number(figures.empty, "{:.0%}"),
-        _microseconds(figures.draft_p50_s),
-        _microseconds(figures.draft_p99_s),
-        _microseconds(figures.prompt_token_s),
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else form.format(value)
-
 
 def _microseconds(value_s: float | None) -> str:
-    return NOTHING if value_s is None else f"{value_s * 1e6:.1f}"
+    return number(value_s, 1, 1e6)
+
+
+Row = tuple[str, "Figures"]
+COLUMNS = (
+    Column[Row]("drafter", lambda row: row[0]),
+    Column[Row]("accept. length", lambda row: f"{row[1].mean_acceptance_length:.3f}"),
+    Column[Row](
+        "accepted at 1, 2, 3, 4, 5, 6 (%)",
+        lambda row: " ".join(f"{share * 100:4.1f}" for share in row[1].acceptance_by_position),
+    ),
+    Column[Row]("drafted", lambda row: number(row[1].drafted, 2)),
+    Column[Row]("empty", lambda row: number(row[1].empty, 0, 100, "%")),
+    Column[Row]("µs per draft p50", lambda row: _microseconds(row[1].draft_p50_s)),
+    Column[Row]("p99", lambda row: _microseconds(row[1].draft_p99_s)),
+    Column[Row]("µs per prompt token", lambda row: _microseconds(row[1].prompt_token_s)),
+)
 
 
 def title(result: DatasetResult) -> str:
     return f"{result.name}: {result.num_requests} requests, {result.num_tokens} generated tokens"
 
 
-def to_table(result: DatasetResult) -> Table:
-    """Draw a dataset's figures for a terminal."""
-    from rich.table import Table
-
-    table = Table(title=title(result), title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for name, figures in result.rows:
-        table.add_row(*cells(name, figures))
-    return table
-
-
-def to_markdown(results: list[DatasetResult], machine: Machine, num_speculative_tokens: int) -> str:
-    """Write a page: the machine, a table per dataset, and what the names mean."""
+def report_of(results: list[DatasetResult], machine: Machine, num_speculative_tokens: int) -> Report[Row]:
+    """Return all datasets' figures as a page."""
     from outrider.lab.replay import traces as trace_replay
 
-    lines = [
-        "# Replay of the model-free drafters",
-        "",
-        f"`outrider bench replay`: {machine}. One request at a time, in the order "
-        f"of the file, drafts of at most {num_speculative_tokens} tokens.",
-        "",
-    ]
-    for result in results:
-        rows = (cells(name, figures) for name, figures in result.rows)
-        lines += [f"**{title(result)}**", "", *markdown_table(HEADINGS, rows, num_left=1), ""]
-    lines += ["```", (trace_replay.__doc__ or "").partition("\n\n")[2].strip(), "```"]
-    return "\n".join(lines) + "\n"
+    return Report(
+        title=(
+            f"{machine}. One request at a time, in the order of the file, drafts of at most "
+            f"{num_speculative_tokens} tokens."
+        ),
+        columns=COLUMNS,
+        sections=[Section(title(result), result.rows) for result in results],
+        heading="Replay of the model-free drafters",
+        command="outrider bench replay",
+        definitions=definitions_of(trace_replay.__doc__),
+    )

@@ -17,9 +17,9 @@ from agents.packages import PACKAGES, Package
 from agents.script import agents_config, agents_spec
 from agents.words import COLUMNS
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table
-from outrider.lab.bench.pairs import describe_machine
+from outrider.cluster.common.terminal import markdown_table
 from outrider.lab.gateway.played_service import played_service
+from outrider.lab.report import describe_machine, files, show_page
 
 PLAIN_WIDTH = 160
 NUM_AT_ONCE = 2
@@ -42,7 +42,7 @@ gateway, router, grammars and readers are the real ones. An agent brings its own
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def agents(markdown_file: Path | None) -> None:
     """Ask our service with real agents and libraries: what each could do, as docs/results/agents.md."""
     if not (ENVIRONMENT / ".ready").is_file():
@@ -54,9 +54,7 @@ def agents(markdown_file: Path | None) -> None:
             tried = threads.map(partial(_tried, f"http://{running.host}:{running.port}"), CLIENTS, places)
             found = list(zip(CLIENTS, tried, strict=True))
     text = page(found, version_of, datetime.date.today())
-    console_of(PLAIN_WIDTH).print(text, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(text + "\n")
+    show_page(text, PLAIN_WIDTH, markdown_file)
 
 
 def _tried(server: str, client: Client, folder: Path) -> Mapping[str, str]:

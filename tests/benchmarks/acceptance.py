@@ -13,9 +13,8 @@ from typing import Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of
-from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.head.acceptance import measure, to_rows
+from outrider.lab.report import describe_machine, files, show_page
 
 PLAIN_WIDTH = 160
 DEFAULT_DRAFTERS = (
@@ -57,7 +56,7 @@ def _drafters(_: click.Context, __: click.Parameter, values: Sequence[str]) -> d
 @click.option("--max-tokens", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--concurrency", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--num-speculative-tokens", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def acceptance(model: str, drafters: dict[str, Any], markdown_file: Path | None, **options: Any) -> None:
     """Measure tokens per verification of MODEL's drafters by kind of prompt."""
     results = [served for name, config in drafters.items() for served in measure(model, name, config, **options)]
@@ -65,6 +64,4 @@ def acceptance(model: str, drafters: dict[str, Any], markdown_file: Path | None,
     asked = f"{options['num_prompts']} prompts x {options['max_tokens']} tokens"
     drafts = f"drafts of at most {options['num_speculative_tokens']} in {place}"
     page = "\n".join([f"{describe_machine()}; {asked}, {drafts}; tokens per verification", "", *to_rows(results)])
-    console_of(PLAIN_WIDTH).print(page, highlight=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)

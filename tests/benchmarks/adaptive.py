@@ -9,31 +9,30 @@
 
 Runs are short and many rather than long and few: on a shared machine the ratio of two runs side by side is as noisy
 over seconds as over milliseconds.
-
-Nothing heavy is imported before the verb runs.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, Point, compare, plot, report_of
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, numbers, show_progress
-
-if TYPE_CHECKING:
-    from benchmarks.adaptive_figures import Point
-    from outrider.cluster.router.fleet import BatchSizeTable
-    from outrider.lab.bench.arms import OutriderArm, PlanOf
-    from outrider.lab.bench.figures import RunTrace, Workload
+from outrider.cluster.common.terminal import numbers, show_progress
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.router.fleet import BatchSizeTable
+from outrider.cluster.router.planning import table_length
+from outrider.lab.bench.arms import OutriderArm, PlanOf, placed
+from outrider.lab.bench.figures import RunTrace, Workload
+from outrider.lab.bench.pairs import BenchOptions, pairs, plan_runs, read_prompts
+from outrider.lab.report import describe_machine, files
+from outrider.verifier_service.messages.request import SpeculationPlan
 
 WARM_UP_TOKENS = 16  # per request: the price of a step follows the last few dozen
 PLAIN_WIDTH = 230
@@ -69,22 +68,16 @@ class AdaptiveBench:
 
 def pinned(length: int) -> PlanOf:
     """Return the plan of a fixed length, whatever the batch."""
-    from outrider.verifier_service.messages.request import SpeculationPlan
-
     return lambda _: SpeculationPlan(draft_length=length, is_pinned=True)
 
 
 def by_table(table: BatchSizeTable) -> PlanOf:
     """Return vLLM's plan: a length by the number of requests in the batch."""
-    from outrider.cluster.router.planning import table_length
-
     return lambda batch_size: pinned(table_length(table, batch_size))(batch_size)
 
 
 def priced(max_length: int) -> PlanOf:
     """Return the plan that leaves the length to the price of each step."""
-    from outrider.verifier_service.messages.request import SpeculationPlan
-
     return lambda _: SpeculationPlan(draft_length=max_length)
 
 
@@ -99,8 +92,6 @@ def tuned_table(speeds: Mapping[int, Mapping[int, Sequence[float]]]) -> BatchSiz
 
 def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None]) -> list[Point]:
     """Run all arms on one engine; return what each concurrency shows."""
-    from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare
-    from outrider.lab.bench.pairs import plan_runs
 
     def run_all(plans: Mapping[str, PlanOf], repeats: int, label: str = "") -> dict[tuple[int, str], list[RunTrace]]:
         traces: dict[tuple[int, str], list[RunTrace]] = {}
@@ -159,9 +150,7 @@ def drafted(trace: RunTrace) -> float:
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=2), default=14, show_default=True, help="14 balance 7 arms.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="As PNG.")
+@files("json", "markdown", "plot")
 def adaptive(
     concurrencies: tuple[int, ...],
     fixed_lengths: tuple[int, ...],
@@ -177,10 +166,6 @@ def adaptive(
     plot_file: Path | None,
 ) -> None:
     """Measure whether pricing every step is ever slower than the best fixed draft length, on the embedded pair."""
-    from benchmarks.adaptive_figures import plot, to_json, to_markdown, to_table
-    from outrider.lab.bench.figures import Workload
-    from outrider.lab.bench.pairs import describe_machine
-
     workload = Workload(prompts=(), max_tokens=max_tokens, temperature=temperature, num_speculative_tokens=max_length)
     bench = AdaptiveBench(
         workload=workload,
@@ -200,11 +185,7 @@ def adaptive(
         f"Embedded pair, target inflated to {inflate / 1e6:.4g} M, drafter {place}; {max_tokens} tokens a request, "
         f"temperature {temperature:g}, {repeats} interleaved repeats. {machine}."
     )
-    console_of(PLAIN_WIDTH).print(to_table(title, points))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(title, points), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(title, points))
+    report_of(title, points).show(PLAIN_WIDTH, json_file, markdown_file)
     if plot_file is not None:
         plot(points, plot_file)
 
@@ -214,10 +195,6 @@ def _opened(
     bench: AdaptiveBench, num_prompts: int, inflate_to: int, *, is_near: bool
 ) -> Iterator[tuple[OutriderArm, tuple[tuple[int, ...], ...]]]:
     """Load engine and drafter once; the inflated target is there until the end."""
-    from outrider.cluster.config.service_config import ServiceConfig
-    from outrider.lab.bench.arms import OutriderArm, placed
-    from outrider.lab.bench.pairs import BenchOptions, pairs, read_prompts
-
     config = ServiceConfig(
         num_speculative_tokens=max(bench.max_length, *bench.fixed_lengths),
         max_num_seqs=max(bench.concurrencies),

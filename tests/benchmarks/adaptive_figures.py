@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.table import Table
 
-from outrider.cluster.common.terminal import markdown_table
+from outrider.lab.report import Column, Report, Section
 
 OFF, PLACEBO, ADAPTIVE, TABLE = "off", "off again", "adaptive", "table"
 NUM_RESAMPLES = 4000
@@ -111,49 +109,37 @@ def _ratio(values: Sequence[float]) -> Ratio:
 # --- showing it ---
 
 
-def _headings(points: Sequence[Point]) -> list[str]:
-    arms = [f"{name} tokens/s" for name in points[0].tokens_per_s]
-    ratios = ["adaptive / best fixed", "adaptive / off", "off again / off"]
-    return ["concurrency", *arms, "adaptive drafts", "best fixed", *ratios, "held"]
+def report_of(title: str, points: Sequence[Point]) -> Report[Point]:
+    """Return the points as they are shown."""
 
+    def speed(name: str) -> Callable[[Point], str]:
+        return lambda point: f"{statistics.fmean(point.tokens_per_s[name]):.1f}"
 
-def _cells(point: Point) -> list[str]:
-    speeds = [f"{statistics.fmean(values):.1f}" for values in point.tokens_per_s.values()]
-    return [
-        str(point.concurrency),
-        *speeds,
-        f"{point.draft_lengths[ADAPTIVE]:.2f}",
-        point.best,
-        str(point.over_best),
-        str(point.over_off),
-        str(point.placebo),
-        "yes" if point.is_never_worse else "NO",
-    ]
-
-
-def to_table(title: str, points: Sequence[Point]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in _headings(points):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for point in points:
-        table.add_row(*_cells(point))
-    return table
-
-
-def to_markdown(title: str, points: Sequence[Point]) -> str:
-    lines = "\n".join(markdown_table(_headings(points), map(_cells, points)))
-    return (
-        f"# Never worse\n\n{title}\n\n{lines}\n\n"
-        "Speeds are means over the repeats; a ratio is one of means, the median and the 95 % interval of it over "
-        f"{NUM_RESAMPLES:,} bootstrap draws: the best fixed arm is picked on one half of the repeats and compared on "
-        "the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft tokens "
-        f"verified per request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and "
-        f"{LEAST_OF_OFF} of none. *off again*: a second arm of plain decoding, a placebo: how far apart equals lie.\n"
+    return Report(
+        title=title,
+        columns=[
+            Column("concurrency", lambda point: str(point.concurrency)),
+            *(Column(f"{name} tokens/s", speed(name)) for name in points[0].tokens_per_s),
+            Column("adaptive drafts", lambda point: f"{point.draft_lengths[ADAPTIVE]:.2f}"),
+            Column("best fixed", lambda point: point.best),
+            Column("adaptive / best fixed", lambda point: str(point.over_best)),
+            Column("adaptive / off", lambda point: str(point.over_off)),
+            Column("off again / off", lambda point: str(point.placebo)),
+            Column("held", lambda point: "yes" if point.is_never_worse else "NO"),
+        ],
+        sections=[Section("", points)],
+        heading="Never worse",
+        command="make study NAME=adaptive",
+        notes=[
+            "Speeds are means over the repeats; a ratio is one of means, the median and the 95 % interval of it over "
+            f"{NUM_RESAMPLES:,} bootstrap draws: the best fixed arm is picked on one half of the repeats and compared "
+            "on the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft "
+            f"tokens verified per request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm "
+            f"and {LEAST_OF_OFF} of none. *off again*: a second arm of plain decoding, a placebo: how far apart equals "
+            "lie."
+        ],
+        document={"title": title, "points": [dataclasses.asdict(point) for point in points]},
     )
-
-
-def to_json(title: str, points: Sequence[Point]) -> dict[str, Any]:
-    return {"title": title, "points": [dataclasses.asdict(point) for point in points]}
 
 
 def plot(points: Sequence[Point], path: Path) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table, numbers, show_progress
+from outrider.cluster.common.terminal import markdown_table, numbers, show_progress
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.cluster.offline.llm import planned_config
-from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.head.acceptance import SAMPLINGS, Prompts, encoded_prompts
+from outrider.lab.report import describe_machine, files, show_page
 from outrider.lab.same_tokens import Pair, Seeded, Tally, compare, plain_decoding, require_same
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
@@ -71,15 +71,13 @@ class Row:
 @click.option("--num-prompts", type=click.IntRange(1, 64), default=64, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--concurrency", "concurrencies", default="1,8,16", show_default=True, callback=numbers)
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def exact(model: str, markdown_file: Path | None, **options: Any) -> None:
     """Compare MODEL's tokens with drafts on and off, in company and behind a prefix cache; fails where they differ."""
     rows = measure(model, **options)
     text = "\n".join(markdown_table((*HEADINGS, *COUNTS), [row.cells for row in rows], num_left=2))
     page = f"{describe_machine()}; {options['dtype']}, {options['quantization'] or 'weights as they are'}\n\n{text}"
-    console_of(PLAIN_WIDTH).print(page, highlight=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)
     require_same(*(row.tally for row in rows))
 
 

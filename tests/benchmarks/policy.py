@@ -1,29 +1,25 @@
 """`make study NAME=policy`: how much to draft, decided in several ways, over recorded acceptance.
 
-The work is in draft_lengths/: replay.py (virtual time), arms.py and adaptive.py (the policies) and table.py; nothing
-heavy is imported before the verb runs.
+The work is in draft_lengths/: replay.py (virtual time), arms.py and adaptive.py (the policies) and table.py.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from benchmarks.draft_lengths import replay as policy_replay
+from benchmarks.draft_lengths import table as policy_table
+from benchmarks.draft_lengths.replay import MachineFit
+from benchmarks.draft_lengths.table import MIN_OF_ORACLE, MIN_OF_TABLE, Point, count_points, run_table
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from benchmarks.draft_lengths.replay import MachineFit
-    from benchmarks.draft_lengths.table import Point
+from outrider.lab.replay.traces import TraceError, read_traces
+from outrider.lab.report import Column, Report, Section, files
 
 PLAIN_WIDTH = 180  # columns of text where the output is no terminal
 BATCH_SIZES = "1,2,4,8,16,32,64,128,256"
@@ -59,8 +55,7 @@ def _batch_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int
     show_default=True,
     help="Replay with the requests in so many orders: the means, and how far adaptive over the table is certain.",
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json", "markdown")
 def policy(
     traces_folder: Path,
     batch_sizes: tuple[int, ...],
@@ -74,15 +69,11 @@ def policy(
     TRACES_FOLDER holds JSONL files (.gz too): prompt_token_ids, generated_token_ids, and acc_eagle.acc_len and
     acc_ngram.acc_len: the tokens that one verification at each generated position committed.
     """
-    from benchmarks.draft_lengths.replay import MachineFit
-    from benchmarks.draft_lengths.table import count_points, run_table
-    from outrider.lab.replay.traces import TraceError, read_traces
-
-    files = sorted(path for path in traces_folder.iterdir() if path.name.endswith(SUFFIXES))
-    if not files:
+    found = sorted(path for path in traces_folder.iterdir() if path.name.endswith(SUFFIXES))
+    if not found:
         raise click.UsageError(f"{traces_folder} holds no .jsonl or .jsonl.gz file")
     try:
-        datasets = [(path.name.partition(".")[0], read_traces(path)) for path in files]
+        datasets = [(path.name.partition(".")[0], read_traces(path)) for path in found]
     except TraceError as error:
         raise click.ClickException(str(error)) from error
     machine = MachineFit()
@@ -95,14 +86,7 @@ def policy(
             num_repeats=num_repeats,
             on_point=on_point,
         )
-    console = console_of(PLAIN_WIDTH)
-    for title, group in grouped(points):
-        console.print(to_table(title, group))
-    console.print(verdict(points))
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(points, machine), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(to_markdown(points, machine))
+    report_of(points, machine).show(PLAIN_WIDTH, json_file, markdown_file)
 
 
 @contextmanager
@@ -119,71 +103,33 @@ def _progress(num_points: int) -> Iterator[Callable[[Point], None]]:
 
 # --- the report ---
 
-HEADINGS = (
-    "batch",
-    "off, tokens/s",
-    "K = 1",
-    "K = 2",
-    "K = 4",
-    "K = 8",
-    "table (K)",
-    "adaptive",
-    "oracle",
-    "clairvoyant",
-    "mean draft",
-    "oracle's",
-    "of oracle",
-    "of table",
-)
-SHOWN_LENGTHS = (1, 2, 4, 8)
-
-
-def cells(point: Point) -> list[str]:
-    """Write one row under `HEADINGS`."""
-    return [
-        str(point.batch_size),
-        f"{point.off_throughput:.0f}",
-        *(f"{point.fixed[length - 1]:.3f}" for length in SHOWN_LENGTHS),
-        f"{point.table:.3f} ({point.table_length})",
-        f"{point.adaptive:.3f}",
-        f"{point.oracle:.3f}",
-        f"{point.clairvoyant:.3f}",
-        f"{point.adaptive_length:.2f}",
-        f"{point.oracle_length:.2f}",
-        f"{point.of_oracle:.3f}",
-        _of_table(point, digits=3),
-    ]
-
 
 def _of_table(point: Point, *, digits: int) -> str:
     error = f" ± {point.of_table_error:.{digits}f}" if point.of_table_error else ""
     return f"{point.of_table:.{digits}f}{error}"
 
 
-def grouped(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """Return the points of each dataset and drafter under their title."""
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(f"{point.dataset}, {point.drafter}", []).append(point)
-    return list(groups.items())
+def _fixed(length: int) -> Column[Point]:
+    return Column(f"K = {length}", lambda point: f"{point.fixed[length - 1]:.3f}")
 
 
-def to_table(title: str, points: Sequence[Point]) -> Table:
-    """Draw one drafter's points for a terminal."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for point in points:
-        table.add_row(*cells(point))
-    return table
+COLUMNS = (
+    Column[Point]("batch", lambda point: str(point.batch_size)),
+    Column[Point]("off, tokens/s", lambda point: f"{point.off_throughput:.0f}"),
+    *(_fixed(length) for length in (1, 2, 4, 8)),
+    Column[Point]("table (K)", lambda point: f"{point.table:.3f} ({point.table_length})"),
+    Column[Point]("adaptive", lambda point: f"{point.adaptive:.3f}"),
+    Column[Point]("oracle", lambda point: f"{point.oracle:.3f}"),
+    Column[Point]("clairvoyant", lambda point: f"{point.clairvoyant:.3f}"),
+    Column[Point]("mean draft", lambda point: f"{point.adaptive_length:.2f}"),
+    Column[Point]("oracle's", lambda point: f"{point.oracle_length:.2f}"),
+    Column[Point]("of oracle", lambda point: f"{point.of_oracle:.3f}"),
+    Column[Point]("of table", lambda point: _of_table(point, digits=3)),
+)
 
 
 def verdict(points: Sequence[Point]) -> str:
     """Say at how many points adaptive is what it has to be, and where it is not."""
-    from benchmarks.draft_lengths.table import MIN_OF_ORACLE, MIN_OF_TABLE
-
     missed = [point for point in points if not point.is_met]
     lines = [
         f"Adaptive is at least {MIN_OF_ORACLE} of the oracle and {MIN_OF_TABLE} of the table at "
@@ -201,38 +147,23 @@ def verdict(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def to_json(points: Sequence[Point], machine: MachineFit) -> dict[str, object]:
-    """Return everything measured."""
-    return {
-        "machine": asdict(machine) | {"knee": machine.knee},
-        "points": [
-            asdict(point)
-            | {
-                "table": point.table,
-                "table_length": point.table_length,
-                "of_oracle": point.of_oracle,
-                "of_table": point.of_table,
-            }
-            for point in points
-        ],
-    }
-
-
-def to_markdown(points: Sequence[Point], machine: MachineFit) -> str:
-    """Write a page: what was replayed, the verdict, a table per dataset and drafter, what the names mean."""
-    from benchmarks.draft_lengths import replay as policy_replay
-    from benchmarks.draft_lengths import table as policy_table
-
-    lines = [
-        "# How much to draft: policies over recorded acceptance",
-        "",
-        "`make study NAME=policy`: in virtual time, so the figures are the same on any machine.",
-        "",
-        verdict(points),
-        "",
-    ]
-    for title, group in grouped(points):
-        lines += [f"**{title}**", "", *markdown_table(HEADINGS, map(cells, group)), ""]
+def report_of(points: Sequence[Point], machine: MachineFit) -> Report[Point]:
+    """Return what was replayed, a table per dataset and drafter, and what the names mean."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(f"{point.dataset}, {point.drafter}", []).append(point)
     explained = [inspect.cleandoc(thing.__doc__ or "") for thing in (policy_table, policy_replay, machine)]
-    lines += ["```", "\n\n".join(explained), f"Here: knee at {machine.knee:.0f} tokens.", "```"]
-    return "\n".join(lines) + "\n"
+    figures = ("table", "table_length", "of_oracle", "of_table")
+    return Report(
+        title="in virtual time, so the figures are the same on any machine.",
+        columns=COLUMNS,
+        sections=[Section(title, group) for title, group in groups.items()],
+        notes=[verdict(points)],
+        heading="How much to draft: policies over recorded acceptance",
+        command="make study NAME=policy",
+        definitions="\n\n".join(explained) + f"\nHere: knee at {machine.knee:.0f} tokens.",
+        document={
+            "machine": asdict(machine) | {"knee": machine.knee},
+            "points": [asdict(point) | {name: getattr(point, name) for name in figures} for point in points],
+        },
+    )

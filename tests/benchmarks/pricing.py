@@ -9,18 +9,17 @@ take what a profile says. Only the pricing's own time counts.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, parse_numbers
+from outrider.lab.report import Column, files, table_of, write
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
@@ -30,9 +29,6 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PLAIN_WIDTH = 120  # columns of text where the output is no terminal
 NUM_WARM_STEPS = 100  # until prices and histories have settled
@@ -231,11 +227,28 @@ def _counts(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...
     return counts
 
 
+def _micros(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{getattr(row, name) * 1e6:.0f}"
+
+
+COLUMNS = (
+    Column[Row]("machine", lambda row: row.machine),
+    Column[Row]("requests", lambda row: str(row.num_requests)),
+    Column[Row]("drafted", lambda row: f"{row.draft_length:.2f}"),
+    Column[Row]("asking", _micros("ask_s")),
+    Column[Row]("cutting", _micros("cut_s")),
+    Column[Row]("learning", _micros("learn_s")),
+    Column[Row]("in all", _micros("path_s")),
+    Column[Row](f"{TOLERATED:.0%} of a step of", lambda row: f"{row.path_s / TOLERATED * 1e3:.1f} ms"),
+    Column[Row]("meanwhile", _micros("meanwhile_s")),
+)
+
+
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--num-requests", "counts", default="1,8,64,256", show_default=True, callback=_counts)
 @click.option("--draft-length", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=1), default=200, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json")
 def pricing(counts: tuple[int, ...], draft_length: int, num_steps: int, json_file: Path | None) -> None:
     """Time the pricing of drafts: microseconds per step, by how many requests decode in it."""
     rows = [
@@ -243,32 +256,5 @@ def pricing(counts: tuple[int, ...], draft_length: int, num_steps: int, json_fil
         for machine in MACHINES
         for count in counts
     ]
-    console_of(PLAIN_WIDTH).print(to_table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
-
-
-HEADINGS = (
-    *("machine", "requests", "drafted", "asking", "cutting", "learning", "in all"),
-    *(f"{TOLERATED:.0%} of a step of", "meanwhile"),
-)
-
-
-def to_table(rows: Sequence[Row]) -> Table:
-    """Draw the figures for a terminal."""
-    from rich.table import Table
-
-    table = Table(title="µs per step", title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for row in rows:
-        micros = [f"{seconds * 1e6:.0f}" for seconds in (row.ask_s, row.cut_s, row.learn_s, row.path_s)]
-        table.add_row(
-            row.machine,
-            str(row.num_requests),
-            f"{row.draft_length:.2f}",
-            *micros,
-            f"{row.path_s / TOLERATED * 1e3:.1f} ms",
-            f"{row.meanwhile_s * 1e6:.0f}",
-        )
-    return table
+    console_of(PLAIN_WIDTH).print(table_of(COLUMNS, rows, "µs per step"))
+    write(json_file, lambda: [dataclasses.asdict(row) for row in rows])

@@ -10,22 +10,31 @@ counts, instead of a router that hears every report and places them all (`Gatewa
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from outrider.cluster.router.fleet import DrafterReport, VerifierReport
+from outrider.cluster.router.fleet import DrafterReport, RouteAsk, VerifierReport
+from outrider.cluster.router.router import RouterCore
+from outrider.cluster.router.view import FleetView
+from outrider.lab.bench.figures import percentile
+from outrider.lab.report import Column, files, table_of, write
+from outrider.lab.simulate.accelerators import ACCELERATORS
+from outrider.lab.simulate.simulation import Simulation
+from outrider.lab.simulate.steady import steady_state
+from outrider.lab.simulate.system import LoadLaw, System, off_arm
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 
 PLAIN_WIDTH = 120  # columns of text where the output is no terminal
 REPORT_INTERVAL_S = 0.25
@@ -152,8 +161,6 @@ class PlayedVerifier:
 
 def measure(options: RouterBenchOptions, situation: Situation, clock: Callable[[], float]) -> Row:
     """Let a fleet report and time the router; `clock` is the time that counts."""
-    from outrider.cluster.router.router import RouterCore
-
     rng = random.Random(0)
     core = RouterCore()
     share = [options.num_requests // options.num_verifiers] * options.num_verifiers
@@ -182,8 +189,6 @@ def measure(options: RouterBenchOptions, situation: Situation, clock: Callable[[
 
 
 def _time_routes(core: Any, num_routes: int, now_s: float, clock: Callable[[], float], timings: Timings) -> None:
-    from outrider.cluster.router.fleet import RouteAsk
-    from outrider.cluster.router.view import FleetView
 
     view = FleetView()
     view.take(core.news(None, now_s))
@@ -197,8 +202,6 @@ def _time_routes(core: Any, num_routes: int, now_s: float, clock: Callable[[], f
 
 
 def _drafter_report(number: int, rng: random.Random) -> DrafterReport:
-    from outrider.cluster.router.fleet import DrafterReport
-    from outrider.verifier_service.messages.drafter_load import DrafterLoad
 
     return DrafterReport(
         drafter_id=f"drafter-{number}",
@@ -227,7 +230,6 @@ def _row(name: str, options: RouterBenchOptions, timings: Timings, on_share: flo
 
 
 def _percentile_s(times_s: list[float], fraction: float) -> float:
-    from outrider.lab.bench.figures import percentile
 
     found_s = percentile(times_s, fraction)
     assert found_s is not None, "every call was made at least once"
@@ -273,13 +275,6 @@ LOADS = (0.9, 1.4)
 
 def compare(gateways: Gateways, load: float) -> list[Waits]:
     """Place the same requests by a router that knows all, and by gateways."""
-    import numpy as np
-
-    from outrider.lab.simulate.accelerators import ACCELERATORS
-    from outrider.lab.simulate.simulation import Simulation
-    from outrider.lab.simulate.steady import steady_state
-    from outrider.lab.simulate.system import LoadLaw, System, off_arm
-
     system = System.of(ACCELERATORS["H100"], target_params=gateways.target_params, draft_params=1e9)
     fleet = dataclasses.replace(system, max_num_seqs=gateways.max_num_seqs).plain(gateways.num_verifiers)
     law = LoadLaw()
@@ -308,20 +303,6 @@ def compare(gateways: Gateways, load: float) -> list[Waits]:
     return rows
 
 
-def waits_table(gateways: Gateways, rows: list[Waits]) -> Table:
-    """Draw the waits for a terminal."""
-    from rich.table import Table
-
-    title = f"{gateways.num_verifiers} verifiers of {gateways.max_num_seqs} requests, {gateways.num_gateways} gateways"
-    table = Table(title=title, title_justify="left")
-    for heading in ("load", "placed by", "first token after p50", "p99", "refused"):
-        table.add_column(heading, justify="left" if heading == "placed by" else "right")
-    for row in rows:
-        waits_ms = [f"{1e3 * seconds:.0f} ms" for seconds in (row.p50_s, row.p99_s)]
-        table.add_row(f"{row.load:.0%}", row.placed_by, *waits_ms, f"{row.refused_share:.2%}")
-    return table
-
-
 # --- the verb ---
 
 
@@ -337,14 +318,9 @@ def waits_table(gateways: Gateways, rows: list[Waits]) -> Table:
     "--num-gateways", type=click.IntRange(min=0), default=50, show_default=True, help="0: their waits are left out."
 )
 @click.option("--simulated-verifiers", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json")
 def router(json_file: Path | None, num_gateways: int, simulated_verifiers: int, **options: int) -> None:
     """Time the router's decisions and gateways' choices; simulate what requests wait where many gateways choose."""
-    import time
-
-    from rich.console import Console
-    from rich.progress import track
-
     bench_options = RouterBenchOptions(**options)
     progress = track(SITUATIONS, description="reports", console=Console(stderr=True), auto_refresh=False)
     rows = [measure(bench_options, situation, time.thread_time) for situation in progress]
@@ -355,35 +331,48 @@ def router(json_file: Path | None, num_gateways: int, simulated_verifiers: int, 
         loads = track(LOADS, description="gateways", console=Console(stderr=True), auto_refresh=False)
         waits = [row for load in loads for row in compare(gateways, load)]
         console_of(PLAIN_WIDTH).print(waits_table(gateways, waits))
-    if json_file is not None:
-        figures: dict[str, Any] = {
-            "options": dataclasses.asdict(bench_options),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        figures["waits"] = [dataclasses.asdict(row) for row in waits]
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"options": bench_options, "rows": rows, "waits": waits}
+    write(json_file, lambda: {name: _plain(value) for name, value in figures.items()})
 
 
-HEADINGS = (
-    *("situation", "on", "µs per request", "µs per report p50", "p99", "drafter's report"),
-    *("new request", "with affinity", "of a core"),
+def _plain(value: Any) -> Any:
+    return [dataclasses.asdict(one) for one in value] if isinstance(value, list) else dataclasses.asdict(value)
+
+
+def _micros(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{getattr(row, name) * 1e6:.1f}"
+
+
+COLUMNS = (
+    Column[Row]("situation", lambda row: row.name),
+    Column[Row]("on", lambda row: f"{row.on_share:.0%}"),
+    Column[Row]("µs per request", _micros("decision_s")),
+    Column[Row]("µs per report p50", _micros("report_p50_s")),
+    Column[Row]("p99", _micros("report_p99_s")),
+    Column[Row]("drafter's report", _micros("drafter_report_p50_s")),
+    Column[Row]("new request", _micros("route_p50_s")),
+    Column[Row]("with affinity", _micros("affine_route_p50_s")),
+    Column[Row]("of a core", lambda row: f"{row.core_share:.0%}"),
+)
+WAIT_COLUMNS = (
+    Column[Waits]("load", lambda row: f"{row.load:.0%}"),
+    Column[Waits]("placed by", lambda row: row.placed_by, is_text=True),
+    Column[Waits]("first token after p50", lambda row: f"{1e3 * row.p50_s:.0f} ms"),
+    Column[Waits]("p99", lambda row: f"{1e3 * row.p99_s:.0f} ms"),
+    Column[Waits]("refused", lambda row: f"{row.refused_share:.2%}"),
 )
 
 
 def to_table(options: RouterBenchOptions, rows: list[Row]) -> Table:
     """Draw the figures for a terminal."""
-    from rich.table import Table
-
     title = (
         f"{options.num_requests} requests on {options.num_verifiers} verifiers, {options.num_drafters} drafters; "
         f"reports every {REPORT_INTERVAL_S:g} s"
     )
-    table = Table(title=title, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for row in rows:
-        times_s = (row.decision_s, row.report_p50_s, row.report_p99_s, row.drafter_report_p50_s)
-        routes_s = (row.route_p50_s, row.affine_route_p50_s)
-        micros = [f"{seconds * 1e6:.1f}" for seconds in (*times_s, *routes_s)]
-        table.add_row(row.name, f"{row.on_share:.0%}", *micros, f"{row.core_share:.0%}")
-    return table
+    return table_of(COLUMNS, rows, title)
+
+
+def waits_table(gateways: Gateways, rows: list[Waits]) -> Table:
+    """Draw the waits for a terminal."""
+    title = f"{gateways.num_verifiers} verifiers of {gateways.max_num_seqs} requests, {gateways.num_gateways} gateways"
+    return table_of(WAIT_COLUMNS, rows, title)

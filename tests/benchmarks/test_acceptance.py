@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from benchmarks.acceptance import acceptance
@@ -23,10 +22,3 @@ def test_every_drafter_is_measured_greedy_and_seeded(tmp_path: Path):
     ]
     assert all(1.0 <= float(cell) <= 5.0 for row in rows[2:] for cell in row[3:7])
     assert float(rows[2][3]) > 1.0, "the head was served"
-
-
-@pytest.mark.parametrize("value", ["eagle3", 'x={"method"', "x=[]"])
-def test_a_drafter_that_is_no_json_is_refused(value: str):
-    result = CliRunner().invoke(acceptance, ["embedded", "--drafter", value])
-    assert result.exit_code == 2
-    assert "expected NAME=JSON" in result.output

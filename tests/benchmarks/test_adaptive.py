@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from benchmarks.adaptive import (
     AdaptiveBench,
     by_table,
-    drafted,
     measure,
-    pinned,
-    priced,
     speed,
     tuned_table,
 )
-from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare, plot, to_json, to_markdown
+from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare, plot, report_of
 from outrider.lab.bench.arms import PlanOf
-from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
+from outrider.lab.bench.figures import RequestTrace, RunTrace, Workload
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 NO_LENGTHS = {ADAPTIVE: 1.0}
 WORKLOAD = Workload(prompts=((1, 2), (3,)), max_tokens=20)
@@ -62,11 +59,6 @@ def test_the_best_of_many_equals_has_no_advantage_from_being_picked():
     assert point.over_best.low < 1.0 < point.over_best.high
 
 
-def test_a_single_repeat_cannot_be_split():
-    with pytest.raises(ValueError, match="repeats"):
-        compare(1, {OFF: [1.0], PLACEBO: [1.0], ADAPTIVE: [1.0]}, NO_LENGTHS)
-
-
 def test_a_table_has_the_best_length_of_every_size_until_the_next():
     speeds = {
         1: {0: [1.0], 2: [2.0], 4: [3.0]},
@@ -79,18 +71,6 @@ def test_a_table_has_the_best_length_of_every_size_until_the_next():
     assert lengths == [4, 4, 2, 2, 0, 0]
 
 
-def test_fixed_lengths_are_pinned_and_the_adaptive_one_is_a_bound():
-    assert pinned(4)(9).is_pinned
-    assert by_table(((1, 9, 2),))(9).is_pinned
-    assert (priced(8)(9).draft_length, priced(8)(9).is_pinned) == (8, False)
-
-
-def test_there_is_a_prompt_for_every_request_and_repeats_go_round():
-    assert [BENCH.prompts_for(1, repeat).prompts for repeat in range(3)] == [((1, 2),), ((3,),), ((1, 2),)]
-    assert BENCH.prompts_for(5, 0).prompts == ((1, 2), (3,), (1, 2), (3,), (1, 2))
-    assert BENCH.prompts_for(5, 1).prompts == ((3,), (1, 2), (3,), (1, 2), (3,))
-
-
 def trace_of(num_tokens: int, elapsed_s: float, num_draft_tokens: int = 0) -> RunTrace:
     request = RequestTrace(
         arrival_s=0.0, output_times_s=(0.1, elapsed_s), output_sizes=(1, num_tokens - 1), token_ids=(7,) * num_tokens
@@ -99,13 +79,8 @@ def trace_of(num_tokens: int, elapsed_s: float, num_draft_tokens: int = 0) -> Ru
         elapsed_s=elapsed_s,
         requests=(request,),
         num_target_steps=2,
-        drafts=DraftCounts(num_draft_tokens=num_draft_tokens),
+        drafts=SpeculationMetrics(num_draft_tokens=num_draft_tokens),
     )
-
-
-def test_speed_and_draft_length_are_of_all_requests():
-    trace = trace_of(10, 2.0, num_draft_tokens=6)
-    assert (speed(trace), drafted(trace)) == (5.0, 3.0)
 
 
 def test_speed_is_that_of_the_steps_which_all_requests_are_in():
@@ -141,10 +116,10 @@ def test_a_run_tunes_the_table_and_compares_all_arms(tmp_path):
     assert alone.placebo.median == 1.0
     assert alone.is_never_worse
     assert four.is_never_worse
-    page = to_markdown("title", [alone, four])
+    page = report_of("title", [alone, four]).to_markdown()
     assert "| 1 |" in page
     assert "NO" not in page
-    assert "NO" in to_markdown("title", [replace(four, over_off=replace(four.over_off, high=0.9))])
-    assert to_json("title", [alone])["points"][0]["over_best"]["median"] == 1.0
+    assert "NO" in report_of("title", [replace(four, over_off=replace(four.over_off, high=0.9))]).to_markdown()
+    assert report_of("title", [alone]).to_json()["points"][0]["over_best"]["median"] == 1.0
     plot([alone, four], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.draft_lengths.replay import EAGLE, NGRAM, MachineFit
+from benchmarks.draft_lengths.replay import EAGLE, NGRAM
 from benchmarks.draft_lengths.table import Point, count_points, run_table
-from benchmarks.policy import cells, grouped, to_json, to_markdown, verdict
+from benchmarks.policy import COLUMNS, verdict
 from benchmarks.study import study
 from outrider.lab.replay.traces import Trace
 
@@ -50,41 +50,10 @@ def test_a_point_may_miss_by_no_more_than_noise() -> None:
     near = point(adaptive=1.498, oracle=1.54, of_table_error=0.001)
     assert (near.is_met, near.is_met_but_for_noise) == (False, True)
     assert not point(adaptive=1.498, oracle=1.54, of_table_error=0.0005).is_met_but_for_noise
-    assert cells(near)[-1] == "0.999 ± 0.001"
+    assert COLUMNS[-1].cell(near) == "0.999 ± 0.001"
     said = verdict([point(), near])
     assert "at 1 of 2 points, within two standard errors at 2" in said
     assert "- within two standard errors at prose, EAGLE, batch 8: 0.9727 of the oracle, 0.99867 ± 0.00100" in said
-
-
-def test_a_row_has_a_cell_for_every_heading() -> None:
-    assert cells(point()) == [
-        *("8", "1000", "1.200", "1.400", "1.450", "0.900", "1.500 (3)", "1.530", "1.560", "2.000"),
-        *("2.50", "3.25", "0.981", "1.020"),
-    ]
-
-
-def test_the_verdict_counts_the_points_and_names_those_that_miss() -> None:
-    said = verdict([point(), point(batch_size=256, adaptive=1.47)])
-    assert "at 1 of 2 points" in said
-    assert "- not at prose, EAGLE, batch 256: 0.9423 of the oracle, 0.98000 of the table (K = 3)" in said
-    assert "batch 8" not in said
-
-
-def test_points_are_grouped_by_dataset_and_drafter() -> None:
-    groups = grouped([point(), point(batch_size=9), point(drafter="n-gram")])
-    assert [(title, len(rows)) for title, rows in groups] == [("prose, EAGLE", 2), ("prose, n-gram", 1)]
-
-
-def test_the_page_and_the_document_have_every_point() -> None:
-    machine = MachineFit(flop_per_byte=123.0)
-    page = to_markdown([point(), point(batch_size=16)], machine)
-    assert page.count("| 1.500 (3) |") == 2
-    assert "knee at 123 tokens" in page
-    assert "clairvoyant  knows every outcome" in page
-    document = json.loads(json.dumps(to_json([point()], machine)))
-    assert document["machine"]["knee"] == 123.0
-    assert document["points"][0]["of_table"] == 1.53 / 1.5
-    assert document["points"][0]["fixed"][2] == 1.5
 
 
 TRACE = Trace(prompt_ids=[1, 2, 3], generated_ids=list(range(100, 130)), recorded={EAGLE: [4, 3, 2, 1, 1] * 6})
@@ -142,16 +111,3 @@ def test_the_verb_prints_tables_and_writes_both_files(folder: Path) -> None:
     document = json.loads((folder / "policy.json").read_text())
     assert [p["batch_size"] for p in document["points"]] == [1, 3]
     assert "**tiny, EAGLE**" in (folder / "policy.md").read_text()
-
-
-def test_what_cannot_be_replayed_is_an_error(folder: Path) -> None:
-    def message(*options: str) -> str:
-        done = CliRunner().invoke(study, ["policy", *options])
-        assert done.exit_code != 0
-        return " ".join(done.output.split())
-
-    assert "expected integers" in message(f"{folder}/traces", "--batch-sizes", "1;2")
-    assert "at least one request" in message(f"{folder}/traces", "--batch-sizes", "0,1")
-    assert "holds no .jsonl" in message(f"{folder}")
-    (folder / "traces" / "bad.jsonl").write_text("{}\n")
-    assert "bad.jsonl, line 1" in message(f"{folder}/traces")

@@ -6,9 +6,8 @@ import click
 import pytest
 
 from benchmarks.usual import AGAIN, NEW, OFF, OFF_AGAIN, measure, rounds, rows
-from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
-from outrider.lab.peers.measure import PROMPTS
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.lab.bench.figures import RequestTrace, RunTrace, Workload
+from outrider.verifier_service.messages.request import SpeculationMetrics, SpeculationPlan
 
 
 class ScriptedArm:
@@ -30,7 +29,7 @@ class ScriptedArm:
         steps = workload.max_tokens // size
         times_s = tuple(0.1 * (number + 1) for number in range(steps))
         request = RequestTrace(arrival_s=0.0, output_times_s=times_s, output_sizes=(size,) * steps, token_ids=())
-        counts = DraftCounts(num_draft_tokens=(size - 1) * steps * concurrency)
+        counts = SpeculationMetrics(num_draft_tokens=(size - 1) * steps * concurrency)
         return RunTrace(elapsed_s=0.1 * steps, requests=(request,) * concurrency, num_target_steps=steps, drafts=counts)
 
 
@@ -53,7 +52,3 @@ def test_each_candidate_meets_new_prompts_and_then_the_same_again():
         ["scripted", "1", "10.0", "2.000", "4.000", "1.000", "1.00", "3.00"],
         ["scripted", "2", "20.0", "2.000", "4.000", "1.000", "1.00", "3.00"],
     ]
-
-
-def test_the_held_out_prompts_are_there():
-    assert PROMPTS.is_file()

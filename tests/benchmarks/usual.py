@@ -23,7 +23,8 @@ import click
 
 from benchmarks.adaptive import PLAIN_WIDTH, drafted, pinned, priced, speed
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table, numbers, show_progress
+from outrider.cluster.common.terminal import markdown_table, numbers, show_progress
+from outrider.lab.report import describe_machine, files, show_page
 
 if TYPE_CHECKING:
     from outrider.lab.bench.arms import OutriderArm
@@ -86,7 +87,7 @@ def rows(name: str, found: dict[int, dict[str, list[RunTrace]]]) -> Iterator[lis
 @click.option("--concurrency", "concurrencies", default="1,4,16", show_default=True, callback=numbers)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def usual(
     model: str,
     names: tuple[str, ...],
@@ -100,7 +101,6 @@ def usual(
     from outrider.cluster.config.service_config import ServiceConfig
     from outrider.lab.bench.arms import OutriderArm
     from outrider.lab.bench.figures import Workload
-    from outrider.lab.bench.pairs import describe_machine
     from outrider.lab.head.acceptance import encoded_prompts
 
     names = names or (*CANDIDATES,)
@@ -123,6 +123,4 @@ def usual(
                 found += rows(name, measure(arm, workload, concurrencies, repeats, on_run))
     title = f"{model}; {max_tokens} tokens a request, temperature 0, {repeats} rounds; {machine}."
     page = "\n".join([title, "", *markdown_table(HEADINGS, found)])
-    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(page + "\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)

@@ -12,25 +12,20 @@ import torch
 from fakes.played import FakeReference
 from outrider.cluster import LLM, SamplingParams
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.lab.plain_decoding import PlainDecoding, drawn, margin_of
+from outrider.lab.plain_decoding import drawn, margin_of
 from outrider.lab.same_tokens import (
     NEAR_TIE,
     Pair,
     Seeded,
     Tally,
     compare,
-    first_difference,
-    num_identical,
     plain_decoding,
     require_same,
 )
-from outrider.verifier_service.model.config import ModelConfig
-from tiny.models import make_checkpoint
 
 SAME = Pair(what="HTTP", prompt=(1, 2), expected=(3, 4, 5), given=(3, 4, 5))
 PARTED = dataclasses.replace(SAME, given=(3, 4, 9))
 TIE = FakeReference(otherwise=NEAR_TIE, may_tip=True)
-EXACT_TIE = FakeReference(otherwise=NEAR_TIE)  # in float32, or on a path that is batch-invariant
 
 
 def tally_of(num_parted: int, num_answers: int, reference: FakeReference) -> Tally:
@@ -39,13 +34,6 @@ def tally_of(num_parted: int, num_answers: int, reference: FakeReference) -> Tal
 
 def never() -> FakeReference:
     raise AssertionError("nothing differs: no model is needed")
-
-
-def test_the_first_difference_is_found():
-    assert first_difference((1, 2, 3), [1, 2, 3]) is None
-    assert first_difference((1, 9, 3), (1, 2, 3)) == 1
-    assert first_difference((1, 2), (1, 2, 3)) == first_difference((1, 2, 3), (1, 2)) == 2
-    assert num_identical([(1, 2), "ab", (1,)], [[1, 2], "ax", ()]) == 1
 
 
 def test_where_nothing_differs_nothing_is_loaded():
@@ -69,10 +57,6 @@ def test_one_in_twenty_may_tip_and_of_fewer_one(num_parted: int, num_answers: in
     assert str(tally) == f"{num_parted} of {num_answers} answers tipped at a near tie"
 
 
-def test_in_float32_and_on_a_path_that_is_batch_invariant_none_may():
-    assert not tally_of(1, 40, EXACT_TIE).holds
-
-
 def test_beyond_a_near_tie_none_may():
     wide = FakeReference(otherwise=NEAR_TIE * 1.01, may_tip=True)
     tally = tally_of(3, 40, wide)
@@ -90,16 +74,6 @@ def test_what_does_not_hold_shows_both_texts_the_place_and_the_margin():
         "HTTP: token 3 differs; plain decoding's choice there leads by 3.23% of the largest logit\n"
         "expected: '3 4 5'\nhere: '3 4 9'"
     )
-
-
-def test_the_widest_come_first_and_the_last_are_counted():
-    leads = {6: 0.1, 7: 0.5, 8: 0.0, 9: 0.2, 10: 0.4, 11: 0.3}  # by prompt
-    pairs = [Pair(what=f"prompt {token}", prompt=(token,), expected=(1,), given=(2,)) for token in leads]
-    with pytest.raises(click.ClickException) as raised:
-        require_same(compare(pairs, lambda: FakeReference(leads)))
-    shown = [line.partition(":")[0] for line in raised.value.message.splitlines() if line.startswith("prompt")]
-    assert shown == ["prompt 7", "prompt 10", "prompt 11", "prompt 9"]
-    assert raised.value.message.endswith("and 2 more")
 
 
 # The reference.
@@ -137,12 +111,3 @@ def test_what_leads_in_plain_decoding_is_what_the_engine_drew(temperature: float
             scores = sum(drawn(scores, Seeded(seed=5, temperature=temperature), len(prefix)))
         assert scores.argmax() == token_id
     assert reference.text(drawn_one.outputs[0].token_ids) == drawn_one.outputs[0].text
-
-
-def test_a_model_that_served_is_loaded_without_what_it_kept_for_drafters(tmp_path):
-    make_checkpoint(tmp_path)
-    served = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32", state_taps=(1,), num_scratch_blocks=4)
-    reference = PlainDecoding(served)
-    assert not reference.may_tip, "in float32"
-    assert reference.text([5, 6]) == "5 6", "it has no tokenizer"
-    assert 0.0 < reference.margin([5, 6], None) < 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -138,18 +138,11 @@ def beside(pair: Pair, clock: Clock) -> Played:
 
 
 @contextlib.contextmanager
-def apart(pair: Pair, link: Callable[[str, RankSpec], None] | None = None) -> Iterator[Played]:
-    """Return a verifier with its drafter in a process of its own, on a device of its own.
-
-    `link` is a process between them, told where the drafter's pipe is to meet it.
-    """
+def apart(pair: Pair) -> Iterator[Played]:
+    """Return a verifier with its drafter in a process of its own, on a device of its own."""
     ranks = RankProcesses(_run_drafter, pair, 1, first_rank=0)
     with contextlib.ExitStack() as opening:
         opening.callback(ranks.close)
-        if link is not None:
-            drafter, ranks = ranks, RankProcesses(link, ranks.rank(0, 1).shell_address, 1, first_rank=0)
-            opening.callback(ranks.close)
-            drafter.start()
         listener = opening.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
         ranks.start()
         pipe = listener.accept(ranks.are_alive)

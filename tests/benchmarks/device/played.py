@@ -104,19 +104,12 @@ H100_8B = ForwardTimes(
     eager_s=12.3e-3,
     context_s=5e-8,
 )
-# 70 B as issue O has it: a verification of 20 ms.
-SLOW_70B = ForwardTimes((1, 64, 256), (20e-3, 20e-3, 24e-3), eager_s=30e-3)
 H100_1B = ForwardTimes(
     (1, 16, 64, 256, 512, 1024, 2048),
     (0.9e-3, 0.92e-3, 1.0e-3, 1.5e-3, 2.4e-3, 4.6e-3, 9.2e-3),
     eager_s=1.9e-3,
     context_s=8e-9,
 )
-
-
-def drafts_in(level_s: float) -> ForwardTimes:
-    """Return those of a draft model whose levels take so long, for a few streams."""
-    return ForwardTimes((1, 64, 256), (level_s, level_s, 1.25 * level_s), eager_s=2e-3)
 
 
 class PlayedDevice:

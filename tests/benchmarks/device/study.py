@@ -7,26 +7,22 @@ the clock, so that the host's work counts. Each row is one number of streams, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
 
-from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, Played, apart, beside, decode_steps, played_engine
-from benchmarks.device.linked import run_link
-from benchmarks.device.played import SLOW_70B, VirtualClock, WallClock, drafts_in
+from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, apart, beside, decode_steps, played_engine
+from benchmarks.device.played import VirtualClock, WallClock
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table, numbers
-from outrider.cluster.offline.engine import PipeDraftClient
-from outrider.lab.bench.pairs import describe_machine
+from outrider.cluster.common.terminal import markdown_table, numbers
+from outrider.lab.report import describe_machine, files, show_page
 
 STREAMS = (1, 16, 64, 256)
 COLD_S = 0.15  # of each first call, of a drafter that nobody has warmed up
 NUM_BRANCHES = 4  # outcomes that a drafter which runs ahead prepares for
 PLAIN_WIDTH = 200
 COLD_PAIR = Pair(cold_s=COLD_S, is_warm=False)
-FAR_DRAFTS_MS = (6, 12, 20, 40, 80)  # of four tokens, beside verifications of 20 ms
 
 
 def decisions(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:
@@ -66,30 +62,6 @@ def beyond_s(count: int, found: Decoded, num_steps: int) -> float:
     return 1e3 * (found.step_s - virtual.step_s) if found.drafted > 1.0 else 0.0
 
 
-def ahead(num_steps: int) -> Iterator[list[str]]:
-    """Yield a row of what running ahead brings to one stream, with a drafter on a device of its own behind a link."""
-    plain = decode_steps(played_engine(Pair(target=SLOW_70B), WallClock()), 1, num_steps=num_steps)
-    for draft_ms in FAR_DRAFTS_MS:
-        pair = Pair(target=SLOW_70B, draft=drafts_in(draft_ms * 1e-3 / DRAFT_LENGTH))
-        found: list[Decoded] = []
-        for num_branches in (0, NUM_BRANCHES):
-            with apart(replace(pair, num_ahead_branches=num_branches), run_link) as played:
-                found.append(decode_steps(played, 1, num_steps=num_steps))
-                hits = _hit_rate(played)
-        waited, ran = found
-        rounds = [f"{1e3 * one.step_s:.1f}" for one in found]
-        speeds = (ran.tokens_per_s / waited.tokens_per_s, *(one.tokens_per_s / plain.tokens_per_s for one in found))
-        yield [f"{draft_ms} ms", *rounds, f"{hits:.0%}", *(f"{speed:.2f}" for speed in speeds)]
-
-
-def _hit_rate(played: Played) -> float:
-    client = played.client
-    assert isinstance(client, PipeDraftClient)
-    assert client.load is not None, "the drafter has not reported yet"
-    counters = client.load.counters
-    return counters.num_cache_hits / max(1, counters.num_cache_hits + counters.num_cache_misses)
-
-
 def _cells(found: Decoded, plain: Decoded) -> list[str]:
     return [f"{found.tokens_per_s / plain.tokens_per_s:.2f}", f"{found.drafted:.2f}"]
 
@@ -106,7 +78,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterator[list[str]], say: 
 @click.option("--streams", default=",".join(map(str, STREAMS)), show_default=True, callback=numbers)
 @click.option("--steps", "num_steps", type=click.IntRange(2), default=128, show_default=True, help="That count.")
 @click.option("--virtual", "is_virtual", is_flag=True, help="Decisions alone, in virtual time.")
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_file: Path | None) -> None:
     """Measure what drafts bring on a played accelerator: an 8 B target and a 1.4 B draft model on an H100."""
     torch.set_num_threads(1)
@@ -127,10 +99,5 @@ def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_
         headings = ("streams", "plain, tokens/s", "plain again", "known", "cold", "own process", "it runs ahead")
         headings += ("plain, ms a step", "in turn, ms", "known, ms", "of it the host's, ms")
         tables.append(_table("By the clock", headings, by_the_clock(streams, num_steps), say))
-        headings = ("drafts take", "waited for, ms a round", "ahead, ms a round", "hits", "ahead / waited for")
-        headings += ("waited for / plain", "ahead / plain")
-        tables.append(_table("A drafter behind a link, verifications of 20 ms", headings, ahead(num_steps), say))
     page = "\n\n".join([f"{drafts}; {describe_machine()}.", *tables])
-    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(page + "\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.device.engines import DRAFT_LENGTH, Pair, apart, beside, decode_steps, played_engine
-from benchmarks.device.linked import run_link
-from benchmarks.device.played import H100_8B, PlayedDevice, VirtualClock
+from benchmarks.device.played import H100_8B, VirtualClock
 from benchmarks.device.study import COLD_PAIR, device
-
-
-def test_a_device_does_what_it_is_told_in_order_and_first_calls_are_dear():
-    clock = VirtualClock()
-    played = PlayedDevice(clock, cold_s=1.0)
-    for first in (None, "drafting", "drafting"):
-        played.launch(0.25, first)
-    assert clock.now_s() == 0.0, "nobody has waited"
-    played.wait()
-    assert clock.now_s() == 0.75 + 1.0
-    assert played.num_cold == 1
 
 
 def test_forwards_take_what_the_table_says_and_beyond_it_grow_as_at_its_end():
@@ -52,15 +39,6 @@ def test_within_64_steps_drafts_are_as_long_as_they_pay(streams: int, least: flo
         assert found.drafted == DRAFT_LENGTH
 
 
-def test_who_is_warm_makes_no_first_call_when_it_is_asked():
-    played = beside(Pair(cold_s=0.15, max_requests=4), VirtualClock())
-    before = played.device.num_cold
-    assert before > 0
-    for streams in (1, 4):
-        assert decode_steps(played, streams, num_skipped=0, num_steps=16).drafted > 0
-    assert played.device.num_cold == before
-
-
 def test_drafts_that_never_pay_cost_little():
     pair = Pair(share_right=0.02, max_requests=1)
     plain = decode_steps(played_engine(pair, VirtualClock()), 1, num_steps=256)
@@ -68,9 +46,8 @@ def test_drafts_that_never_pay_cost_little():
     assert found.tokens_per_s / plain.tokens_per_s > 0.97
 
 
-@pytest.mark.parametrize("link", [None, run_link], ids=["pipe", "gRPC"])
-def test_a_drafter_in_a_process_of_its_own_drafts_for_a_played_verifier(link: Callable[..., None] | None):
-    with apart(Pair(num_ahead_branches=2, max_requests=2), link) as played:
+def test_a_drafter_in_a_process_of_its_own_drafts_for_a_played_verifier():
+    with apart(Pair(num_ahead_branches=2, max_requests=2)) as played:
         found = decode_steps(played, 2, num_skipped=8, num_steps=8)
     assert found.drafted > 0
     assert found.accepted is not None

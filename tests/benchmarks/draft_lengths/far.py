@@ -15,8 +15,10 @@ from pathlib import Path
 
 import click
 
+from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
+from outrider.lab.report import files, write
 
 PLAIN_WIDTH = 120  # columns of text where the output is no terminal
 
@@ -74,7 +76,6 @@ SCENARIOS = (
 
 def speed_of_off(scenario: Scenario, order: int) -> float:
     """Return tokens per second with priced drafts, by those without drafts; `order` names the requests."""
-    from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 
     def seconds(**plan: object) -> float:
         drafts = FarDrafts(
@@ -107,7 +108,7 @@ def measure(num_orders: int, on_scenario: Callable[[str], None]) -> dict[str, li
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--orders", "num_orders", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("json")
 @click.option(
     "--beside",
     "earlier_file",
@@ -128,5 +129,4 @@ def far(num_orders: int, json_file: Path | None, earlier_file: Path | None) -> N
             row += [f"{statistics.fmean(earlier[name]):.3f}", f"{statistics.fmean(ratios):.3f}", f"{min(ratios):.3f}"]
         rows.append(row)
     console.print("\n".join(markdown_table(headings, rows, num_left=1)))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    write(json_file, lambda: found)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.draft_lengths.adaptive import PROFILED_TOKENS, Adaptive, profile
+from benchmarks.draft_lengths.adaptive import Adaptive
 from benchmarks.draft_lengths.arms import FixedLength, oracle
 from benchmarks.draft_lengths.replay import (
     EAGLE,
@@ -23,7 +23,6 @@ from benchmarks.draft_lengths.replay import (
     replay_policy,
 )
 from outrider.lab.replay.traces import Trace
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 
 def batch(size: int, drafters: int = 1) -> Batch:
@@ -61,16 +60,6 @@ def step_of_each(policy: Adaptive, running: Batch, accepts: IntArray, machine: M
     return drafts
 
 
-def test_good_drafts_of_a_small_batch_are_long_and_bad_ones_of_a_large_batch_are_not_asked_for() -> None:
-    machine = MachineFit()
-    policy = Adaptive((EAGLE,), machine)
-    assert [step(policy, batch(2), [8], machine).lengths.tolist() for _ in range(40)][-1] == [8, 8]
-    policy = Adaptive((EAGLE,), machine)
-    for _ in range(40):
-        drafts = step(policy, batch(400), [0], machine)
-    assert not drafts.lengths.any()
-
-
 def test_what_is_recorded_at_the_cells_is_not_looked_at() -> None:
     machine, running = MachineFit(), batch(3)
     policy, other = Adaptive((EAGLE,), machine), Adaptive((EAGLE,), machine)
@@ -92,22 +81,6 @@ def test_copies_are_judged_by_what_became_of_their_kind() -> None:
     assert drafts.lengths[is_right == 1].mean() > 10 * drafts.lengths[is_right == 0].mean()
 
 
-def test_a_hybrid_drafts_with_what_wins_more_and_tries_its_model_now_and_then() -> None:
-    machine, running = MachineFit(eagle_fixed_s=0.0), batch(2, drafters=2)
-    for rights, drafter in (([8, 0], 0), ([1, 6], 1)):
-        policy = Adaptive((NGRAM, EAGLE), machine)
-        chosen = [step(policy, running, rights, machine, eagle=1).drafters[0] for _ in range(100)]
-        assert chosen[50:].count(drafter) > 40
-        assert chosen[50:].count(1) >= 2
-
-
-def test_who_has_nothing_to_copy_answers_with_an_empty_draft() -> None:
-    machine, running = MachineFit(), replace(batch(2), offered=np.array([[MAX_LENGTH, 0]]))
-    policy = Adaptive((NGRAM,), machine)
-    drafts = [step(policy, running, [8], machine) for _ in range(100)][-1]
-    assert drafts.lengths.tolist() == [MAX_LENGTH, 0], "who has nothing keeps nobody from longer drafts"
-
-
 def test_a_request_that_has_ended_is_forgotten() -> None:
     machine, running = MachineFit(), batch(2)
     policy = Adaptive((EAGLE,), machine)
@@ -117,12 +90,6 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     others = policy.plan(replace(running, request_ids=["new", "r1"]))
     assert policy.request_ids == {"new", "r1"}
     assert others.lengths.min() > 0
-
-
-def test_the_profile_is_the_machine_at_no_context() -> None:
-    machine, model = MachineFit(), StepTimeModel.from_points(profile(MachineFit()))
-    for count in PROFILED_TOKENS:
-        assert model.t(count) == pytest.approx(float(machine.forward_s(np.array([count]), 0.0)[0]) + 1.207e-3)
 
 
 @pytest.mark.parametrize("batch_size", [4, 100])

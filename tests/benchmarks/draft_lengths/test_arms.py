@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from benchmarks.draft_lengths.arms import (
-    PROBE_EVERY,
     BestSlots,
     FixedLength,
     clairvoyant,
@@ -71,12 +68,6 @@ def best(survivals: FloatArray, machine: MachineFit, *offered: int) -> list[int]
     return [*drafts.lengths.tolist(), *drafts.drafters.tolist()]
 
 
-def test_a_fixed_length_is_what_is_offered_at_most() -> None:
-    drafts = FixedLength(3, 1, 3).plan(batch([[8, 0, 2]]))
-    assert drafts.lengths.tolist() == [3, 0, 2]
-    assert FixedLength(0, 1, 1).plan(batch([[8]])).lengths.tolist() == [0]
-
-
 def test_of_two_drafters_each_request_uses_the_one_that_did_better_for_it() -> None:
     policy, both = FixedLength(4, 2, 2), [[8, 8], [8, 8]]
     for drafters, accepted in [([0, 0], [4, 0]), ([1, 1], [0, 4])]:
@@ -88,16 +79,6 @@ def test_of_two_drafters_each_request_uses_the_one_that_did_better_for_it() -> N
     # a request in the place of one that ended begins anew
     policy.observe(batch(both), Drafts(drafters=np.zeros(2, int), lengths=np.full(2, 4)), outcome([4, 4]))
     assert policy.plan(batch(both)).drafters.tolist() == [0, 0]
-
-
-def test_the_worse_drafter_is_tried_now_and_then() -> None:
-    policy, both = FixedLength(2, 2, 1), [[8], [8]]
-    chosen = []
-    for _ in range(4 * PROBE_EVERY):
-        drafts = policy.plan(batch(both))
-        chosen.append(int(drafts.drafters[0]))
-        policy.observe(batch(both), drafts, outcome([2 if chosen[-1] == 1 else 0]))
-    assert chosen[PROBE_EVERY:].count(0) == 3
 
 
 def test_the_best_slots_are_those_with_the_most_tokens_per_second() -> None:
@@ -146,25 +127,6 @@ def test_survivals_are_counted_where_drafts_begin() -> None:
     assert shares[1] > shares[0]  # more of the longer drafts begin at 0
     assert fitted[0, 0, :3].tolist() == pytest.approx([shares[0], shares[0], min(shares[0], shares[2])])
     assert fitted[0, 0, 3] < 0.1
-
-
-def test_requests_have_survivals_of_their_own_and_none_rises() -> None:
-    fitted = fit_survivals(work([1] * 200, [9] * 200, [3, 2, 1] * 60))
-    assert fitted[0, 0, 0] < 0.1
-    assert fitted[0, 1, 7] > 0.7
-    assert (np.diff(fitted, axis=2) <= 0).all()
-
-
-def test_where_nothing_is_offered_nothing_is_counted() -> None:
-    looped = Trace(prompt_ids=[5] * 2, generated_ids=[5] * 40, recorded={NGRAM: [1, 1, *[4] * 38]})
-    fitted = fit_survivals(Workload.from_traces([looped], (NGRAM,)))
-    assert fitted[0, 0, 0] > 0.9
-
-
-def test_the_clairvoyant_drafts_what_will_be_accepted() -> None:
-    policy = clairvoyant(work([4, 1, 3, 2, 1, 1]), PLAIN)
-    running = replace(batch([[MAX_LENGTH] * 2]), requests=np.zeros(2, int), cells=np.array([0, 4]))
-    assert policy.plan(running).lengths.tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 48])

@@ -71,26 +71,10 @@ def test_a_step_commits_what_was_recorded_up_to_the_draft_and_one_more() -> None
     assert len({batch.request_ids for batch in policy.batches[start : start + 4]}) == 2
 
 
-def test_requests_of_a_batch_advance_by_themselves() -> None:
-    policy = Always(8, 2, 0)
-    replay_policy(eagle(trace([4, 1, 3, 2, 1] * 9)), policy, FLAT, batch_size=3, num_tokens=60)
-    for before, outcome, after in zip(policy.batches, policy.outcomes, policy.batches[1:], strict=False):
-        stays = ~outcome.is_finished
-        assert (after.cells - before.cells)[stays].tolist() == (outcome.accepted + 1)[stays].tolist()
-        assert [a == b for a, b in zip(before.request_ids, after.request_ids, strict=True)] == stays.tolist()
-
-
 def test_what_stands_after_the_end_is_not_committed() -> None:
     figures = replay_policy(eagle(trace([9])), Always(8), FLAT, batch_size=1, num_tokens=10)
     assert (figures.num_tokens, figures.num_steps, figures.seconds) == (10, 10, 10 * 1.5)
     assert (figures.throughput, figures.mean_draft_length) == (1 / 1.5, 8.0)
-
-
-def test_the_context_is_the_prompt_and_what_was_generated() -> None:
-    policy = Always(0, 0)
-    replay_policy(eagle(trace([1, 1, 1], prompt=7)), policy, FLAT, batch_size=2, num_tokens=20)
-    for batch in policy.batches:
-        assert batch.num_context_tokens == 14 + int(batch.cells.sum())
 
 
 def test_every_policy_meets_the_same_queue() -> None:
@@ -124,14 +108,6 @@ def test_seconds_are_the_forward_pass_the_overhead_and_the_drafts() -> None:
     assert figures.seconds == pytest.approx(step_s + draft_s)
 
 
-def test_each_drafter_s_time_counts_only_where_it_drafts() -> None:
-    looped = Trace(prompt_ids=[5] * 9, generated_ids=[5] * 4, recorded={EAGLE: [1] * 4, NGRAM: [4, 3, 2, 1]})
-    work = Workload.from_traces([looped], (NGRAM, EAGLE))
-    for policy, draft_s in [(Always(2, drafter=0), 0.25), (Always(2, drafter=1), 0.5), (Always(0, drafter=1), 0.0)]:
-        figures = replay_policy(work, policy, FLAT, batch_size=1, num_tokens=12)
-        assert figures.seconds == pytest.approx(figures.num_steps * (1.0 + draft_s))
-
-
 def test_beyond_the_knee_time_is_proportional_to_the_tokens() -> None:
     machine = MachineFit()
     assert machine.knee == 300.0
@@ -139,15 +115,6 @@ def test_beyond_the_knee_time_is_proportional_to_the_tokens() -> None:
     at_knee_s = 5.886e-3 + 300 * 2.101e-5
     assert times_s == pytest.approx([5.886e-3, 5.886e-3 + 150 * 2.101e-5, at_knee_s, 2 * at_knee_s, 4 * at_knee_s])
     assert MachineFit(flop_per_byte=100.0, weight_bytes=1.0).knee == 50.0
-
-
-def test_prompt_lookup_has_a_draft_where_the_last_three_tokens_stood_before() -> None:
-    #                                             7  1  2  3  9
-    text = Trace(prompt_ids=[1, 2, 3, 4], generated_ids=[7, 1, 2, 3, 9], recorded={NGRAM: [1, 1, 1, 1, 1]})
-    work = Workload.from_traces([text], (NGRAM,))
-    assert work.offered.tolist() == [[0, 0, 0, 0, MAX_LENGTH]]
-    again = Trace(prompt_ids=[1, 2, 3, 1, 2, 3], generated_ids=[1, 2], recorded={NGRAM: [3, 2, 1]})
-    assert Workload.from_traces([again], (NGRAM,)).offered.tolist() == [[MAX_LENGTH, MAX_LENGTH, 0]]
 
 
 def test_requests_lie_end_to_end_and_a_hybrid_plays_what_all_drafters_have() -> None:
@@ -160,13 +127,3 @@ def test_requests_lie_end_to_end_and_a_hybrid_plays_what_all_drafters_have() -> 
     assert eagle(first).accepted.tolist() == [[2, 1, 0, MAX_LENGTH]]
     with pytest.raises(ValueError, match="no request has recorded lengths of medusa"):
         Workload.from_traces([first], ("medusa",))
-
-
-def test_what_was_drafted_takes_its_time_whatever_is_verified_of_it() -> None:
-    class CutsAll(Always):
-        def plan(self, batch: Batch) -> Drafts:
-            return Drafts(drafters=np.zeros(1, int), lengths=np.zeros(1, int), asked=np.array([3]))
-
-    policy = CutsAll(0)
-    replay_policy(eagle(trace([4, 1, 9])), policy, FLAT, batch_size=1, num_tokens=1)
-    assert policy.outcomes[0].draft_s == pytest.approx(0.5)

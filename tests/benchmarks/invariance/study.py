@@ -16,7 +16,8 @@ import click
 
 from benchmarks.invariance.company import Finding
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
+from outrider.cluster.common.terminal import NOTHING, markdown_table
+from outrider.lab.report import describe_machine, files, show_page
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa
 
@@ -67,15 +68,12 @@ def to_table(by_path: dict[str, list[Finding]]) -> str:
     "--path", "paths", multiple=True, help="One of OUTRIDER_CPU_KERNELS' values; again for more. Default: all."
 )
 @click.option("--brief", "is_brief", is_flag=True, help="Small shapes and fewer batches, as the tests take them.")
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown")
 def invariance(paths: tuple[str, ...], is_brief: bool, markdown_file: Path | None) -> None:
     """Compare rows with themselves in other company; fails where one differs that the service says does not."""
-    from outrider.lab.bench.pairs import describe_machine
 
     by_path = {path: measured(path, is_brief=is_brief) for path in paths or (*own_paths(), TORCH)}
     page = f"{describe_machine()}\n\n{to_table(by_path)}"
-    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)
     if broken := sum(bool(own.is_promised and own.seen) for findings in by_path.values() for own in findings):
         raise click.ClickException(f"{broken} products depend on the batch that are said not to")

@@ -25,7 +25,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import markdown_table, show_progress
 from outrider.cluster.config.known_models import path_of
-from outrider.lab.bench.pairs import describe_machine
 from outrider.lab.peers.measure import (
     PREFIX,
     Load,
@@ -38,6 +37,7 @@ from outrider.lab.peers.measure import (
     paired_ratio,
 )
 from outrider.lab.peers.process import Peer, PeerProcess
+from outrider.lab.report import describe_machine
 from outrider.verifier_service.model.architectures import resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.vllm.pool import ADAPTIVE, DRAFT_MODEL, FIXED, PLAIN, Drafted, copy_prompts, drafted, engines
+from benchmarks.vllm.pool import ADAPTIVE, DRAFT_MODEL, FIXED, PLAIN, Drafted, drafted, engines
 
 PAGE = """
 # TYPE outrider_verify_committed_tokens_total counter
@@ -23,11 +23,6 @@ def test_one_engines_counters_are_read_and_the_drafted_share_follows():
     assert found.share == 0.5, "40 rounds committed 100 tokens"
     assert found.minus(Drafted(60.0, 0.0, 0.0, 20.0)) == Drafted(40.0, 20.0, 0.0, 40.0)
     assert drafted(PAGE, "c").share == 0.0
-
-
-def test_texts_to_be_copied_are_all_different():
-    prompts = copy_prompts(str.encode, 8)
-    assert len(set(prompts)) == 8
 
 
 def test_plain_engines_have_no_pool_and_the_others_differ_in_who_decides():

@@ -31,8 +31,8 @@ import httpx
 
 from benchmarks.weights.served_model import Told, in_float32, serving, told
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table
-from outrider.lab.bench.pairs import describe_machine
+from outrider.cluster.common.terminal import markdown_table
+from outrider.lab.report import describe_machine, files, show_page
 from outrider.lab.same_tokens import Pair, compare, require_same
 
 PLAIN_WIDTH = 140
@@ -153,8 +153,7 @@ def _squared_error(answers: Sequence[Answered]) -> float:
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@files("markdown", "plot")
 def drift(
     model: str,
     speculative: str,
@@ -178,9 +177,7 @@ def drift(
             with serving(model, options, Path(folder) / f"{name}.log") as http:
                 arms[name] = load.run(http)
     page = to_page(f"{model}, {speculative}, {learner}", arms, seconds)
-    console_of(PLAIN_WIDTH).print(page, highlight=False)
-    if markdown_file is not None:
-        markdown_file.write_text(f"{page}\n")
+    show_page(page, PLAIN_WIDTH, markdown_file)
     if plot_file is not None:
         plot(arms, seconds, plot_file)
     require_same(compare(pairs_of(arms, temperature), in_float32(model)))

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.weights.drift import (
-    KINDS,
     NUM_BUCKETS,
     NUM_COMPARED,
     Answered,
     Arm,
     gain_of,
     pairs_of,
-    to_page,
     tokens_per_verification,
 )
 from benchmarks.weights.served_model import Told
@@ -63,30 +61,9 @@ def test_tokens_per_verification_weighs_rounds_not_answers():
     assert tokens_per_verification([long, short]) == 100 / 40
 
 
-def test_the_page_says_where_there_is_no_gain():
-    flat, rising = [2.0] * NUM_BUCKETS, [1.5] + [2.5] * (NUM_BUCKETS - 1)
-    arms = {
-        "off": Arm((answers(60.0, flat), answers(120.0, flat))),
-        "on": Arm((answers(60.0, flat), answers(120.0, rising))),
-    }
-    page = to_page("title", arms, (60.0, 120.0))
-    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| o")}
-    assert "(none)" in rows["off"]
-    assert "(none)" not in rows["on"]
-    assert "| 20 |" in rows["on"]
-
-
 def test_the_first_answers_of_each_kind_are_held_against_those_of_the_arm_that_does_not_learn():
     late, other = answered(number=NUM_COMPARED), answered(number=1, told=Told(prompt=(1,), token_ids=(2, 4)))
     arms = {"off": Arm(([answered(), late], [answered(number=1)])), "on": Arm(([answered()], [other, late]))}
     pairs = [pair for pair in pairs_of(arms, 0.8) if pair.what.startswith("on")]
     assert [pair.what for pair in pairs] == ["on, kind A, prompt 0", "on, kind B, prompt 1"]
     assert (pairs[1].expected, pairs[1].given, pairs[1].seeded) == ((2, 3), (2, 4), Seeded(seed=1, temperature=0.8))
-
-
-@pytest.mark.parametrize("model", KINDS)
-def test_kinds_differ_and_prompts_repeat_seldom(model: str):
-    for kind in KINDS[model]:
-        prompts = [kind(random.Random(f"0 {number}")) for number in range(100)]
-        assert len(set(prompts)) > 80
-        assert prompts[3] == kind(random.Random("0 3"))

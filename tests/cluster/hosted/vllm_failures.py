@@ -21,7 +21,7 @@ from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
 from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.common.terminal import markdown_table
 from outrider.drafter_service import embedded
-from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.report import describe_machine
 
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_STREAMS = 2048, 24, 96, 4
 FAIL_AT_STEP = 8

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from outrider.lab.bench.figures import (
     LIBRARY,
     OFF,
-    DraftCounts,
     Figures,
     Measurement,
     RequestTrace,
@@ -22,13 +21,14 @@ from outrider.lab.bench.figures import (
     percentile,
     rows_of,
 )
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 # arrives at 10, first token at 10.5, then 4 tokens after 2 s, then 1 after 1 s
 EARLY = RequestTrace(
     arrival_s=10.0, output_times_s=(10.5, 12.5, 13.5), output_sizes=(1, 4, 1), token_ids=(7, 1, 2, 3, 4, 5)
 )
 LATE = RequestTrace(arrival_s=11.0, output_times_s=(12.5, 14.5), output_sizes=(2, 2), token_ids=(9, 8, 7, 6))
-DRAFTS = DraftCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5, num_empty_rounds=3)
+DRAFTS = SpeculationMetrics(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5, num_empty_rounds=3)
 RUN = RunTrace(elapsed_s=4.0, requests=(EARLY, LATE), num_target_steps=6, drafts=DRAFTS)
 
 
@@ -92,10 +92,6 @@ def test_medians_are_taken_figure_by_figure() -> None:
     median = median_figures(repeats)
     assert isinstance(median, Figures)
     assert (median.tokens_per_s, median.bandwidth_share, median.acceptance_rate) == (2.0, 0.5, None)
-
-
-def test_draft_counts_add_up() -> None:
-    assert DraftCounts(num_drafts=4, num_draft_tokens=16, num_accepted_tokens=10, num_empty_rounds=6) == DRAFTS + DRAFTS
 
 
 def test_a_ratio_compares_within_a_repeat() -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
 from transformers import AutoConfig
 
-from outrider.lab.bench import gpu_beside
 from outrider.lab.bench.gpu import GpuResult, gpu, to_markdown
-from outrider.lab.bench.gpu_beside import vllm_rates
-from outrider.lab.bench.gpu_measure import Rate, bandwidth_of
+from outrider.lab.bench.gpu_measure import Rate
 from outrider.lab.bench.gpu_models import FULL, TINY
 from outrider.lab.bench.pairs import streamed_weight_bytes
 from outrider.lab.same_tokens import Difference, Tally
@@ -67,21 +64,6 @@ def test_the_full_pair_costs_what_it_says(tmp_path: Path):
     assert sizes["draft"] == pytest.approx(2.8e9, rel=0.01)
 
 
-def test_bytes_are_those_of_the_dtype_that_is_served(tmp_path: Path):
-    folder = tmp_path / "target"
-    write_recipe(folder, TINY.config_of(2) | {"dtype": "float16"}, num_head_layers=1, tail_scale=0.5)
-    config = ModelConfig(path=str(folder), dtype="auto", device="cpu")
-    served = resolve_dtype("auto", AutoConfig.from_pretrained(folder), CPU)
-    narrow = streamed_weight_bytes(ModelConfig(path=str(folder), dtype="bfloat16", device="cpu"))
-    assert streamed_weight_bytes(config) == narrow * served.itemsize // 2
-
-
-def test_without_vllm_beside_it_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_beside, "find_spec", lambda name: None)
-    with pytest.raises(click.ClickException, match="vLLM is not installed"):
-        vllm_rates(TINY, Path(), lambda rate: None)
-
-
 def test_tensors_are_the_same_in_target_and_draft_model_and_on_every_rank(tmp_path: Path):
     sources = []
     for name, num_layers in {"target": 4, "draft": 1}.items():
@@ -99,11 +81,6 @@ def test_tensors_are_the_same_in_target_and_draft_model_and_on_every_rank(tmp_pa
     part = target.read(name.format(0), Shard(dim=1, start=32, stop=64))
     assert torch.equal(part, target.read(name.format(0))[:, 32:64])
     assert read_recipe(tmp_path, description, dtype=dtype, device=CPU) is None
-
-
-def test_where_no_figure_is_published_a_copy_is_timed():
-    times_s = iter((0.0, 2.0))
-    assert bandwidth_of(CPU, 1000, clock=lambda: next(times_s)) == (pytest.approx(20_000.0), False)
 
 
 def test_the_tiny_shape_runs_on_a_cpu_and_its_drafts_change_no_token(tmp_path: Path):

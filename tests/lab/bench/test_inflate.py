@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.lab.bench import inflate as inflate_module
@@ -64,20 +63,6 @@ def test_the_added_units_work_and_only_their_output_is_zero(tmp_path: Path) -> N
     assert mlp.down_proj.weight[:, :OLD_WIDTH].count_nonzero() > 0
 
 
-def test_the_logits_comparison_can_fail(tmp_path: Path) -> None:
-    small = llama()
-    large = inflated(small, tmp_path, 200_000)
-    with torch.no_grad():
-        large.model.layers[0].mlp.down_proj.weight[:, OLD_WIDTH:] += 1e-3
-    assert (logits(large) - logits(small)).abs().max() > 1e-4
-
-
-def test_half_precision_stays_half_precision(tmp_path: Path) -> None:
-    inflated(llama().to(torch.bfloat16), tmp_path, 200_000)
-    weights = load_file(tmp_path / "large" / "model-00000.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-
-
 def test_weights_come_in_shards_when_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflate_module, "SHARD_BYTES", 100_000)
     small = llama()
@@ -86,18 +71,6 @@ def test_weights_come_in_shards_when_large(tmp_path: Path, monkeypatch: pytest.M
     index = json.loads((tmp_path / "large" / "model.safetensors.index.json").read_text())
     assert len(files) > 1
     assert sorted(set(index["weight_map"].values())) == files
-    torch.testing.assert_close(logits(large), logits(small), atol=1e-5, rtol=0)
-
-
-def test_other_files_are_kept_and_old_weights_are_not(tmp_path: Path) -> None:
-    small = llama()
-    small.save_pretrained(tmp_path / "small", max_shard_size="20KB")
-    (tmp_path / "small" / "tokenizer.json").write_text("{}")
-    inflate(tmp_path / "small", tmp_path / "large", 200_000)
-    names = {path.name for path in (tmp_path / "large").iterdir()}
-    assert {"tokenizer.json", "generation_config.json", "config.json"} <= names
-    assert [name for name in names if name.endswith(".safetensors")] == ["model-00000.safetensors"]
-    large = LlamaForCausalLM.from_pretrained(tmp_path / "large").eval()
     torch.testing.assert_close(logits(large), logits(small), atol=1e-5, rtol=0)
 
 

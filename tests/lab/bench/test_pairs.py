@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from fakes.backend import build_tokenizer
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.prompts import PromptError
-from outrider.lab.bench.arms import Arm, open_arms, placed
+from outrider.lab.bench.arms import Arm, placed
 from outrider.lab.bench.figures import (
     APART,
     LIBRARY,
@@ -28,12 +27,10 @@ from outrider.lab.bench.figures import (
     RequestTrace,
     RunTrace,
     Workload,
-    rows_of,
 )
 from outrider.lab.bench.pairs import (
     BenchOptions,
     measure,
-    measure_read_speed,
     pairs,
     plan_runs,
     read_prompts,
@@ -144,15 +141,6 @@ def test_the_read_speed_is_measured_anew_in_each_repeat_for_each_number_of_threa
     assert threads == [2, 1, 2, 1]
 
 
-def test_an_arm_whose_tokens_differ_is_reported() -> None:
-    clock = FakeClock()
-    arms: list[Arm] = [FakeArm(LIBRARY, clock, []), FakeArm(OFF, clock, []), FakeArm(SHARED, clock, [], first_token=3)]
-    found = measure(arms, options(repeats=1), clock=clock, on_run=lambda _: None, read_speed=lambda _: 1.0)
-    rows = rows_of("pair", found, 1, baseline=LIBRARY, compare=True)
-    differing = {(row.concurrency, row.arm): row.first_differences for row in rows if row.first_differences}
-    assert differing == {(1, SHARED): {0: 0, 1: 0, 2: 0}, (2, SHARED): {0: 0, 1: 0, 2: 0}}
-
-
 def test_an_arm_runs_on_its_cores_with_its_threads_and_both_are_given_back() -> None:
     threads = torch.get_num_threads()
     one_core = frozenset(sorted(ALL_CORES)[:1])
@@ -163,36 +151,6 @@ def test_an_arm_runs_on_its_cores_with_its_threads_and_both_are_given_back() -> 
         assert torch.get_num_threads() == 1
     assert os.sched_getaffinity(0) == ALL_CORES
     assert torch.get_num_threads() == threads
-
-
-def test_the_read_speed_is_bytes_over_the_best_time() -> None:
-    ticks = iter([0.0, 2.0, 10.0, 11.0, 20.0, 24.0])
-    assert measure_read_speed(lambda: next(ticks)) == (256 << 20) / 1.0
-
-
-def test_which_arms_there_are() -> None:
-    assert options().arm_names == (LIBRARY, LIBRARY_ASSISTED, OFF, SHARED, APART)
-    assert options().num_runs == 3 * 2 * 5
-    assert options(inflate_to=10**8).num_runs == 2 * 3 * 2 * 5
-    without = options(with_peers=False)
-    assert (without.arm_names, without.baseline) == ((OFF, SHARED, APART), OFF)
-    assert options(config=ServiceConfig(model="m", num_drafters=0)).arm_names == (LIBRARY, OFF)  # nothing drafts
-    assert options(workload=replace(WORKLOAD, num_speculative_tokens=0)).arm_names == (LIBRARY, OFF)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"concurrencies": ()}, "concurrency"),
-        ({"concurrencies": (4, 0)}, "concurrency"),
-        ({"repeats": 0}, "repeats"),
-        ({"workload": replace(WORKLOAD, prompts=())}, "prompts"),
-        ({"workload": replace(WORKLOAD, max_tokens=0)}, "max_tokens"),
-    ],
-)
-def test_senseless_options_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        options(**changes)
 
 
 def test_assisted_drafts_are_counted_from_outputs() -> None:
@@ -261,17 +219,6 @@ def test_all_arms_on_a_tiny_pair_agree(config: ServiceConfig) -> None:
         assert 0 < rows[arm].figures.acceptance_rate < 1, arm
     assert rows[SHARED].figures.num_target_steps < 20
     assert os.sched_getaffinity(0) == ALL_CORES
-
-
-def test_the_engine_is_kept_at_the_concurrency(config: ServiceConfig) -> None:
-    with contextlib.ExitStack() as opening:
-        (arm,) = open_arms(opening, config, [OFF], time.perf_counter)
-        one, three = arm.run(WORKLOAD, 1), arm.run(WORKLOAD, 3)
-    assert (one.num_target_steps, three.num_target_steps) == (30, 10)
-    assert [len(request.token_ids) for request in one.requests] == [10, 10, 10]
-    ends = [request.output_times_s[-1] for request in one.requests]
-    assert one.requests[1].arrival_s >= ends[0]
-    assert one.requests[2].arrival_s >= ends[1]
 
 
 def test_an_inflated_pair_is_the_same_function_and_is_removed(config: ServiceConfig) -> None:

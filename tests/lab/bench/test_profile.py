@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 
 import pytest
-from click.testing import CliRunner
 
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.lab.bench import profile as module
-from outrider.lab.bench.profile import PARTS, PHASES, PhaseClock, measure, profile
+from outrider.lab.bench.profile import PARTS, PHASES, PhaseClock, measure
 
 
 def test_parts_of_a_step_add_up_and_medians_are_taken_over_steps():
@@ -36,19 +34,3 @@ def test_every_part_takes_time_and_nothing_is_left_behind(method):
         assert 0.0 < own.host_ms < own.step_ms
         assert not offline.engine.requests
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in offline.model.modules())
-
-
-def test_the_verb_writes_a_table_and_a_file(tmp_path):
-    result = CliRunner().invoke(
-        profile, ["--concurrency", "1,2", "--num-steps", "2", "--json", str(tmp_path / "p.json"), "--threads", "1"]
-    )
-    assert result.exit_code == 0, result.output
-    assert "| requests | step | schedule |" in result.output
-    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
-    assert [row["concurrency"] for row in rows] == [1, 2]
-
-
-def test_a_method_that_is_none_is_refused():
-    result = CliRunner().invoke(profile, ["--method", "nonsense"])
-    assert result.exit_code == 1
-    assert "method" in result.output

@@ -16,20 +16,13 @@ from outrider.lab.bench.figures import (
     SHARED,
     BenchResult,
     Figures,
-    Machine,
     Row,
+    RunTrace,
     Workload,
 )
-from outrider.lab.bench.report import (
-    LATENCY_COLUMNS,
-    NOTHING,
-    THROUGHPUT_COLUMNS,
-    footnotes,
-    to_json,
-    to_markdown,
-    to_table,
-)
+from outrider.lab.bench.report import THROUGHPUT_COLUMNS, footnotes, report_of
 from outrider.lab.cli.bench import report
+from outrider.lab.report import Machine
 from outrider.lab.same_tokens import Difference, Tally
 
 FIGURES = Figures(
@@ -56,7 +49,8 @@ MACHINE = Machine(
 
 
 def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shipped", **changes: object) -> Row:
-    fields = {"ratio": 1.0, "repeats": (figures, figures), "first_differences": {}} | changes
+    total = RunTrace(elapsed_s=1.0, requests=(), num_target_steps=0)
+    fields = {"ratio": 1.0, "repeats": (figures, figures), "first_differences": {}, "total": total} | changes
     return Row(pair=pair, concurrency=concurrency, arm=arm, figures=figures, **fields)
 
 
@@ -81,40 +75,17 @@ DIFFERING = row(SHARED, SPECULATED, ratio=2.5, concurrency=4, first_differences=
 
 def drawn(shown: BenchResult, columns: tuple = THROUGHPUT_COLUMNS) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(to_table(shown, columns))
+    console.print(report_of(shown, columns).to_table())
     return console.file.getvalue()
 
 
 def test_table_and_page_show_the_same_cells() -> None:
-    cells = [SHARED, "123.4", "2.50", "62 %", "3.48", "12.3 ms", "4.56 ms", NOTHING, "42 %", "77"]
+    cells = [SHARED, "123.4", "2.50", "62 %", "3.48", "12.3 ms", "4.56 ms", "-", "42 %", "77"]
     line = next(line for line in drawn(result(PLAIN, OURS)).splitlines() if SHARED in line and "123.4" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == cells
-    assert "| " + " | ".join(cells) + " |" in to_markdown(result(PLAIN, OURS), THROUGHPUT_COLUMNS).splitlines()
-
-
-def test_the_latency_table_begins_with_latency() -> None:
-    headings = [column.heading for column in LATENCY_COLUMNS]
-    assert headings[:4] == ["arm", "first token p50", "inter-token p50", "p99"]
-    assert sorted(headings) == sorted(column.heading for column in THROUGHPUT_COLUMNS)
-
-
-def test_what_was_not_measured_is_shown_as_such() -> None:
-    line = next(line for line in drawn(result(row(LIBRARY, FIGURES, ratio=None))).splitlines() if "123.4" in line)
-    assert line.count(f" {NOTHING} ") == 4  # ratio, acceptance, its length, p99
-
-
-def test_rows_stand_under_their_pair_and_concurrency() -> None:
-    page = to_markdown(result(PLAIN, OURS, DIFFERING), THROUGHPUT_COLUMNS)
     assert (
-        page.index("**as shipped, concurrency 1**") < page.index("2.50") < page.index("**as shipped, concurrency 4**")
+        "| " + " | ".join(cells) + " |" in report_of(result(PLAIN, OURS), THROUGHPUT_COLUMNS).to_markdown().splitlines()
     )
-
-
-@pytest.mark.parametrize("show", [drawn, lambda shown: to_markdown(shown, THROUGHPUT_COLUMNS)])
-def test_machine_and_work_are_named(show) -> None:
-    text = " ".join(show(result(PLAIN)).split())
-    for fact in ("Test CPU", "2 cores", "torch 2.13.0", "transformers 5.23.0", "2 prompts", "32 tokens", "15.0 GB/s"):
-        assert fact in text
 
 
 def test_differing_tokens_are_told() -> None:
@@ -154,7 +125,7 @@ def test_reservations_stand_where_they_apply() -> None:
 
 
 def test_json_has_every_figure_of_every_repeat() -> None:
-    document = json.loads(json.dumps(to_json(result(PLAIN, DIFFERING))))
+    document = json.loads(json.dumps(report_of(result(PLAIN, DIFFERING), THROUGHPUT_COLUMNS).to_json()))
     assert document["machine"]["cpu"] == "Test CPU"
     assert document["workload"] == {
         "num_prompts": 2,

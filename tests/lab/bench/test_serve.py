@@ -15,11 +15,8 @@ from fakes.backend import FakeBackend, Step, build_gateway, build_tokenizer, say
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.cli.main import main
 from outrider.cluster.common.errors import RequestFailed, Unavailable
-from outrider.drafter_service.embedded import held_out_prompts
 from outrider.lab.bench.serve import read_prompts
-from outrider.lab.bench.serve_report import FIGURES
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
-from outrider.verifier_service.model.ranks import free_port
 from services.served_app import served
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
@@ -79,29 +76,6 @@ def test_a_sweep_prints_a_table_and_writes_json_and_plots(
     assert pixels[..., :3].min() < 0.5  # something is drawn
 
 
-def test_the_table_fits_eighty_columns_with_every_load_and_figure(url: str):
-    loads = ("1", "2", "4", "16", "64", "128")
-    result = bench(url, "--concurrency", ",".join(loads))
-    lines = [line for line in result.output.splitlines() if line[:1] in ("┏", "┃", "┡", "│", "└")]
-    assert max(map(len, lines)) <= 80
-    heads = [line.replace("┃", " ").split() for line in lines if "concurrency" in line]
-    assert [word for head in heads for word in head[1:]] == list(loads)
-    assert {name for name, _ in FIGURES} == {line.split("│")[1].strip() for line in lines if line.startswith("│")}
-
-
-def test_arrivals_may_have_a_rate(url: str, backend: FakeBackend, tmp_path: Path):
-    document = tmp_path / "load.json"
-    result = bench(url, "--request-rate", "500,inf", "--json", str(document))
-    assert result.exit_code == 0, result.output
-    assert [point["request_rate"] for point in json.loads(document.read_text())["points"]] == ["500", "inf"]
-
-
-def test_goodput_is_below_throughput_where_an_slo_is_missed(url: str):
-    result = bench(url, "--concurrency", "2", "--slo-ttft-ms", "0.000001", "--slo-itl-ms", "1000")
-    assert "TTFT at most 1e-06 ms and p99 of a request's gaps at most 1000 ms" in result.output
-    assert " 0% " in result.output
-
-
 def test_errors_are_counted_and_shown(url: str, backend: FakeBackend, tokenizer: PreTrainedTokenizerFast):
     def sometimes(request: GenerationRequest) -> Sequence[Step]:
         number = len(backend.requests)  # the first is the warm-up
@@ -129,18 +103,6 @@ def test_nothing_hangs_where_the_server_does(url: str, backend: FakeBackend, tok
     assert "no request was completed" in result.output
 
 
-def test_a_server_that_refuses_the_first_request_ends_the_run(url: str):
-    result = bench(url, "--model", "other")
-    assert result.exit_code == 1
-    assert "a first request failed: HTTP 404: the model 'other' does not exist" in words(result)
-
-
-def test_no_server_is_an_error():
-    result = bench(f"http://127.0.0.1:{free_port()}")
-    assert result.exit_code == 1
-    assert "ConnectError" in result.output
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,11 +120,6 @@ def test_what_cannot_be_measured_is_a_usage_error(options: tuple[str, ...], mess
     result = bench("http://127.0.0.1:1", *options)
     assert result.exit_code == 2
     assert message in words(result)
-
-
-def test_prompts_are_the_held_out_ones_and_begin_again():
-    prompts = held_out_prompts()
-    assert read_prompts(None, len(prompts) + 1) == (*prompts, prompts[0])
 
 
 def test_prompts_of_a_file_are_text_or_ids(tmp_path: Path):

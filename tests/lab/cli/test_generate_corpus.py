@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakes.backend import BRACKETS, build_tokenizer
-from fakes.command_line import assert_usage_error, invoke
+from fakes.command_line import invoke
 from outrider.drafter_service.training.shards import read_shard
 from tiny.models import make_checkpoint
 
@@ -52,23 +52,3 @@ def test_prompts_can_be_given(target: list[str], tmp_path: Path):
     said = list(read_shard(tmp_path / "corpus" / "shard-00000.npz"))
     texts = [build_tokenizer(BRACKETS).decode(list(each.prompt_ids)) for each in said]
     assert texts == ["[user]hello[assistant]", "[user]good day[assistant]"]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--temperatures", "a,b"), "numbers with commas"),
-        (("--temperatures", "-1"), "temperatures"),
-        (("--num-tokens", "0"), "num-tokens"),
-        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
-    ],
-)
-def test_a_wrong_option_is_named(target: list[str], tmp_path: Path, options: tuple[str, ...], named: str):
-    assert_usage_error(invoke("generate-corpus", *target, "--output", str(tmp_path), *options), named)
-
-
-def test_prompts_that_are_no_texts_are_named_with_their_line(target: list[str], tmp_path: Path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n{"messages": []}\n')
-    result = invoke("generate-corpus", *target, "--output", str(tmp_path / "corpus"), "--prompts", str(file))
-    assert_usage_error(result, "prompts.jsonl:2: prompt must be a string")

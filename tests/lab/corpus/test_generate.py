@@ -72,12 +72,6 @@ def test_time_that_is_over_ends_a_corpus_after_a_whole_shard_and_no_sooner_than_
     assert len(model.asked) == 6
 
 
-def test_nobody_makes_text_of_the_answers(tmp_path):
-    model = PlayedModel()
-    generate_corpus(model, options(tmp_path), lambda _: None)
-    assert not any(sampling.detokenize for _, sampling in model.asked)
-
-
 def test_temperatures_and_seeds_are_each_prompts_own(tmp_path):
     model = PlayedModel()
     generate_corpus(model, options(tmp_path, num_tokens=600), lambda _: None)
@@ -85,23 +79,3 @@ def test_temperatures_and_seeds_are_each_prompts_own(tmp_path):
     assert {sampling.temperature for sampling in samplings} == {0.0, 0.8}
     assert 30 < sum(sampling.temperature == 0 for sampling in samplings) < 70
     assert len({sampling.seed for sampling in samplings}) == len(samplings) >= 100
-
-
-def test_given_prompts_end_a_corpus(tmp_path):
-    model = PlayedModel()
-    given = options(tmp_path, num_tokens=1000, prompts=("one", "two", "three", "four"))
-    assert generate_corpus(model, given, lambda _: None) == 24
-    assert sorted(text for text, _ in model.asked) == ["four", "one", "three", "two"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_tokens": 0}, "num_tokens, prompts_per_shard and max_tokens must be positive"),
-        ({"temperatures": ()}, "temperatures: at least one"),
-        ({"temperatures": (-1.0,)}, "temperatures: .* none of them negative"),
-    ],
-)
-def test_wrong_options_are_named(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        options(tmp_path, **changes)

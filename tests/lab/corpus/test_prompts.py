@@ -12,12 +12,6 @@ from outrider.lab.peers.measure import PROMPTS
 NUM_PROMPTS = 3000
 
 
-def test_they_are_a_function_of_seed_and_number():
-    first = [templated_prompt(number, 0) for number in range(50)]
-    assert first == [templated_prompt(number, 0) for number in range(50)]
-    assert first != [templated_prompt(number, 1) for number in range(50)]
-
-
 def test_they_are_of_many_kinds_in_turn_and_seldom_twice_the_same():
     prompts = [templated_prompt(number, 0) for number in range(NUM_PROMPTS)]
     counts = Counter(prompt.kind for prompt in prompts)
@@ -31,14 +25,6 @@ def test_they_are_of_many_kinds_in_turn_and_seldom_twice_the_same():
 def test_every_template_and_word_can_be_drawn():
     text = " ".join(templated_prompt(number, 0).text for number in range(20_000))
     assert [word for place in words().values() for word in place if word not in text] == []
-
-
-def test_a_template_that_names_two_subjects_names_different_ones():
-    for number in range(0, NUM_PROMPTS, len(kinds())):
-        prompt = templated_prompt(number, 3)
-        assert prompt.kind == "compare"
-        a, _, b = prompt.text.removeprefix("Compare ").removesuffix(".").partition(" and ")
-        assert a != b
 
 
 def test_the_prompts_of_figures_are_of_other_kinds_and_share_no_run_of_words():

@@ -24,11 +24,6 @@ def test_one_by_one_their_decoding_counts():
     assert found.tokens_per_verification == 2.5
 
 
-def test_together_the_whole_time_counts():
-    found = compared(off=(plain_answer(10),) * 4, on=(plain_answer(10),) * 2, seconds=(2.0, 0.5))
-    assert found.rates == (20.0, 40.0)
-
-
 def test_where_drafts_won_their_part_is_said():
     assert compared().why == "a story; 6 of 16 drafted tokens were right, in 80% of the steps"
 
@@ -42,11 +37,6 @@ def test_where_they_did_not_that_is_said():
 def test_why_they_were_stopped_is_said():
     on = (plain_answer(11, disabled_reason="load"), plain_answer(11, disabled_reason="load"), DRAFTED)
     assert compared(on=on).why.endswith("; stopped for 2 of 3: a draft token costs more than it brings")
-
-
-def test_a_ratio_needs_both_sides():
-    idle = compared(off=(plain_answer(1),), on=(plain_answer(1),))
-    assert (idle.ratio, idle.tokens_per_verification) == (None, None)
 
 
 def test_two_answers_to_a_question_are_a_pair_whatever_their_origin():

@@ -24,14 +24,6 @@ def test_the_outcome_is_one_line():
     assert kill.outcome == "none of 3 tokens changed; longest pause 100 ms; drafts again after 7.2 s"
 
 
-def test_a_drafter_that_does_not_come_back_is_said():
-    assert Recovery().after(1.0) == "no other drafter within 30 s"
-
-
-def test_a_drafter_that_finds_nothing_is_no_failure():
-    assert Recovery(drafter_s=6.0).after(1.0) == "another drafter after 5.0 s, which found nothing to draft"
-
-
 def test_a_token_that_changed_is_said():
     pair = dataclasses.replace(PAIR, given=(1, 2, 1))
     kill = Kill(answer=played_answer(*STREAM), pair=pair, struck_s=0.15, recovery=Recovery())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from fakes.played import played_answer
-from outrider.lab.demo.paint import MEANINGS, Painter, legend
+from outrider.lab.demo.paint import Painter
 
 ANSWER = played_answer(
     ("The", "plain"),
@@ -35,10 +34,6 @@ def test_without_a_terminal_marks_stand_at_the_words():
     assert painted() == "The \u2039sky is\u203a ~blue\u2039,\u203a +as is\n\u2039it\u203a\n"
 
 
-def test_no_color_gets_marks_on_a_terminal():
-    assert painted(force_terminal=True, no_color=True) == painted()
-
-
 def test_a_terminal_gets_colours_and_no_marks():
     written = painted(force_terminal=True, color_system="standard")
     assert "\x1b[32m sky\x1b[0m" in written
@@ -52,19 +47,3 @@ def test_a_model_does_not_drive_the_terminal():
     written = io.StringIO()
     Painter(Console(file=written)).write(played_answer(("\x1b[2J", "plain")).tokens)
     assert "\x1b" not in written.getvalue()
-
-
-def test_a_note_stands_on_a_line_of_its_own():
-    written = io.StringIO()
-    painter = Painter(Console(file=written))
-    painter.write(ANSWER.tokens[:3])
-    painter.note("[killed]")
-    painter.write(ANSWER.tokens[1:2])
-    assert written.getvalue() == "The \u2039sky is\u203a\n[killed]\n \u2039sky"
-
-
-@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": "standard"}])
-def test_the_legend_names_every_origin(options: dict):
-    lines = [line.plain for line in legend(Console(file=io.StringIO(), **options))]
-    assert len(lines) == len(MEANINGS)
-    assert all(origin in line and MEANINGS[origin] in line for origin, line in zip(MEANINGS, lines, strict=True))

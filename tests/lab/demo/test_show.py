@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -12,18 +11,12 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.lab.demo.questions import questions_for
 from outrider.lab.demo.show import STAND_IN, run, with_drafter
-from outrider.lab.demo.waiting import SILENCE_S, show_phases, show_wait
+from outrider.lab.demo.waiting import SILENCE_S, show_wait
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 
 def test_the_embedded_model_keeps_its_drafter():
     assert with_drafter(ServiceConfig(), num_cores=2) == ServiceConfig()
-
-
-def test_a_model_with_a_drafter_keeps_it_where_that_has_cores_of_its_own():
-    config = ServiceConfig(model="smollm2", device="cpu")
-    assert with_drafter(config, num_cores=8) == config
-    assert with_drafter(config, num_cores=2).drafting.speculative_config == STAND_IN
 
 
 def test_one_without_gets_one_that_needs_no_checkpoint():
@@ -66,19 +59,3 @@ def test_a_log_is_told_now_and_then_that_a_wait_goes_on():
         on_work(5, "half")
         on_work(6, "more")
     assert written.getvalue() == "waiting …\nwaiting: half\n"
-
-
-def test_a_log_is_told_again_what_takes_long(capsys: pytest.CaptureFixture[str]):
-    with show_phases() as on_phase:
-        on_phase("loading")
-        time.sleep(1.5 * SILENCE_S)
-        on_phase("ready")
-    said = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["loading", "… loading", "ready"]
-
-
-def test_a_terminal_gets_a_bar():
-    written = io.StringIO()
-    with show_wait("waiting", 10, Console(file=written, force_terminal=True, width=100)) as on_work:
-        on_work(5, "half")
-    assert "50%" in written.getvalue()

@@ -13,7 +13,7 @@ from fakes.played import FakeReference, plain_answer
 from outrider.lab.demo.comparison import Comparison
 from outrider.lab.demo.kill import Kill, Recovery
 from outrider.lab.demo.show import close
-from outrider.lab.demo.table import HEADINGS, closing_table, rows
+from outrider.lab.demo.table import rows
 from outrider.lab.same_tokens import Pair
 
 COMPARISON = Comparison(
@@ -33,14 +33,6 @@ def test_rows_have_what_was_measured_and_nothing_else():
         ("burst of 1", "0", "0", "-", "-", IDLE.why),
         ("drafter killed", "-", "-", "-", "-", KILL.outcome),
     ]
-
-
-def test_the_table_is_markdown_as_well():
-    written = io.StringIO()
-    Console(file=written, width=200).print(closing_table([COMPARISON, IDLE], KILL))
-    lines = [line.strip() for line in written.getvalue().splitlines() if line.strip()]
-    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == list(HEADINGS)
-    assert len(lines) == 2 + 3
 
 
 def closed(pair: Pair, reference: FakeReference) -> tuple[str, str]:

@@ -31,13 +31,6 @@ def test_held_out_files_are_disjoint_from_the_training_files(split):
     assert {source.text for source in split.training}.isdisjoint(source.text for source in split.held_out)
 
 
-def test_a_few_percent_of_the_library_are_held_out(split):
-    def num_chars(sources):
-        return sum(len(source.text) for source in sources)
-
-    assert 0.02 < num_chars(split.held_out) / num_chars(split.library) < 0.06
-
-
 def test_tables_duplicates_and_installed_packages_are_left_out(tmp_path):
     source = "def answer():\n    return 42\n" * 20
     for name in ("a.py", "b.py", "site-packages/c.py"):
@@ -56,12 +49,6 @@ def test_another_library_is_refused(tmp_path):
         corpus.load_split(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["test/test_os.py", "unittest/test/support.py", "idlelib/idle_test/mock_tk.py"])
-def test_tests_are_told_from_the_library(path):
-    assert corpus.Source(path, "").is_test
-    assert not corpus.Source("unittest/mock.py", "").is_test
-
-
 def test_the_prompts_are_cut_from_held_out_files(split):
     prompts = held_out_prompts()
     assert len(prompts) == 24
@@ -77,30 +64,9 @@ def test_the_tokenizer_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_streams_begin_every_file_with_the_end_of_text_token(tokenizer):
-    sources = [corpus.Source("a.py", "import os\n"), corpus.Source("b.py", "import re\n")]
-    stream = corpus.encode(tokenizer, sources)
-    assert stream[0] == tokenizer.eos_token_id
-    assert (stream == tokenizer.eos_token_id).sum() == 2
-    assert sorted(tokenizer.decode(stream).split(corpus.END_OF_TEXT)[1:]) == ["import os\n", "import re\n"]
-
-
-def test_a_conversation_renders_as_its_messages(tokenizer):
-    messages = [{"role": "system", "content": "# Python"}, {"role": "user", "content": "def f():"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "# Python\ndef f():\n"
-
-
 def test_the_shipped_pair_has_one_vocabulary(pair, tokenizer):
     target, draft = pair
     assert target.config.vocab_size == draft.config.vocab_size == len(tokenizer) == corpus.VOCAB_SIZE
     assert (target_path() / "tokenizer.json").read_bytes() == (draft_path() / "tokenizer.json").read_bytes()
     for model in pair:
         assert model.config.eos_token_id == model.config.bos_token_id == tokenizer.eos_token_id
-
-
-def test_the_shipped_pair_keeps_its_sizes(pair):
-    target, draft = pair
-    assert 4_000_000 <= target.num_parameters() <= 8_000_000
-    assert draft.num_parameters() <= 800_000
-    num_bytes = sum(path.stat().st_size for folder in (target_path(), draft_path()) for path in folder.iterdir())
-    assert num_bytes <= 40_000_000

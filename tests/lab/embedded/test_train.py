@@ -12,7 +12,6 @@ from outrider.lab.embedded.train import (
     Shape,
     Streams,
     cross_entropy,
-    distillation_from,
 )
 
 TINY = Shape(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
@@ -33,12 +32,6 @@ def test_the_learning_rate_warms_up_stays_and_falls_to_zero_at_the_end_of_the_bu
     assert recipe.lr_scale(1000, 1.01) == 0.0
 
 
-def test_the_windows_grow_and_the_penalty_comes_late():
-    recipe = Recipe(minutes=10)
-    assert [recipe.phase(share).window for share in (0.0, 0.8, 0.95, 1.2)] == [256, 1024, 2048, 2048]
-    assert [recipe.is_penalised(share) for share in (0.0, 0.65, 0.7, 1.0)] == [False, False, True, True]
-
-
 def test_a_batch_is_a_function_of_seed_and_step(streams):
     recipe = Recipe(minutes=1)
     batch = streams.batch(3, PHASE, recipe)  # [2, 17]
@@ -46,12 +39,6 @@ def test_a_batch_is_a_function_of_seed_and_step(streams):
     assert torch.equal(batch, streams.batch(3, PHASE, recipe))
     assert not torch.equal(batch, streams.batch(4, PHASE, recipe))
     assert not torch.equal(batch, streams.batch(3, PHASE, Recipe(minutes=1, seed=1)))
-
-
-def test_a_drafter_that_is_its_target_has_nothing_to_learn(streams):
-    model = TINY.build()
-    loss = distillation_from(model)(model, streams.batch(0, PHASE, Recipe(minutes=1)))
-    assert loss.item() == pytest.approx(0.0, abs=1e-5)
 
 
 def test_a_stopped_run_resumes_with_weights_optimizers_and_time(streams, tmp_path):

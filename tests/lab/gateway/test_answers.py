@@ -49,10 +49,6 @@ def test_events_with_a_token_are_counted(frame: Any) -> None:
     assert num_token_events(frame(*EVENTS[:3], usage, EVENTS[3])) == 3
 
 
-def test_several_events_in_a_chunk_are_several_events() -> None:
-    assert num_token_events(chunked(EVENTS[0] + EVENTS[1], EVENTS[2] + EVENTS[3])) == 3
-
-
 @pytest.mark.parametrize(
     ("choice", "is_token"),
     [

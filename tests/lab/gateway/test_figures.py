@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import pytest
@@ -11,7 +10,7 @@ from outrider.lab.gateway.client import Found
 from outrider.lab.gateway.figures import Figures, Run, figures_of
 from outrider.lab.gateway.loads import Door, Load, requests
 from outrider.lab.gateway.processes import GATEWAY, RANK
-from outrider.lab.gateway.report import GatewayResult, to_json, to_markdown
+from outrider.lab.gateway.report import GatewayResult, to_markdown
 
 STREAMS = Load(door=Door.HTTP, is_streamed=True, num_clients=4, num_rounds=1, num_tokens=250)  # 1000 tokens
 REQUESTS = requests(Door.GRPC, 2, 100)
@@ -90,15 +89,3 @@ def test_a_page_has_a_table_of_streams_and_one_of_requests() -> None:
     }
     assert "| grpc | plain | 2 | 4.00 | **4.00** | - | - | 50 |" in page
     assert "Errors" not in page
-
-
-def test_errors_stand_in_their_row_and_under_the_tables() -> None:
-    page = to_markdown(result_of(figures_of([run_of({GATEWAY: 0.4}, num_events=[250, 250, 250, 200])])))
-    assert "**0.950, see errors**" in page
-    assert "- http, 4 streams: 1 of 4 streams had 200 events for 250 tokens" in page
-
-
-def test_a_program_gets_seconds() -> None:
-    written = json.loads(json.dumps(to_json(result_of(figures_of([run_of({GATEWAY: 0.4})])))))
-    assert written["figures"][0]["costs_s"] == {GATEWAY: pytest.approx(4e-4)}
-    assert written["figures"][0]["load"]["door"] == "http"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from outrider.drafter_service import embedded
 from outrider.lab.gateway.played_engine import PlayedRunner, played_engine
 from outrider.lab.gateway.played_spec import Asked, OnTime, PlayedSpec, Scripted
@@ -68,13 +66,6 @@ def test_on_time_everybody_says_a_token_a_step_over_and_over() -> None:
     assert playing.pauses_s == [0.006] * 7
 
 
-def test_without_a_step_time_nobody_pauses() -> None:
-    playing = Playing(OnTime(token_ids=(11,)))
-    playing.ask("a")
-    playing.run()
-    assert playing.pauses_s == []
-
-
 def test_a_script_is_said_in_turn_and_ends() -> None:
     playing = Playing(Scripted(sequences=((21, 22, 23), (31,))))
     for name in "abc":
@@ -109,12 +100,6 @@ def test_what_is_asked_is_answered_whoever_comes_first() -> None:
     assert said == {"a": [41, EOS], "b": [21, 22, EOS], "c": [31, EOS]}
 
 
-def test_a_script_that_ignores_the_end_is_filled_up() -> None:
-    playing = Playing(Scripted(sequences=((21,),)))
-    playing.ask("a", max_tokens=3, ignore_eos=True)
-    assert tokens(playing.run()["a"]) == [21, EOS, EOS]
-
-
 def test_what_a_lost_verifier_has_said_is_not_said_again() -> None:
     playing = Playing(Scripted(sequences=((21, 22, 23),)))
     message = GenerationRequest(
@@ -127,40 +112,7 @@ def test_what_a_lost_verifier_has_said_is_not_said_again() -> None:
     assert tokens(playing.run()["a"]) == [22, 23, EOS]
 
 
-def test_log_probabilities_are_the_real_engines() -> None:
-    playing = Playing(OnTime(token_ids=(11,)))
-    playing.ask("a", max_tokens=1, logprobs=2)
-    (output,) = playing.run()["a"]
-    assert output.logprobs is not None
-    assert output.logprobs[0].token_id == 11
-    assert len(output.logprobs[0].top_token_ids) == 2
-
-
 def test_a_context_of_128_k_has_room() -> None:
     playing = Playing(OnTime(token_ids=(11,)))
     playing.ask("a", max_tokens=2, prompt=[3] * 130_000)
     assert tokens(playing.run()["a"]) == [11, 11]
-
-
-@pytest.mark.parametrize(
-    ("says", "field"),
-    [
-        (OnTime(token_ids=()), "says"),
-        (OnTime(token_ids=(VOCAB_SIZE,)), "says"),
-        (Scripted(sequences=((1,), ())), "says"),
-        (Asked(replies=(("a", (1,)), ("", (VOCAB_SIZE,)))), "says"),
-    ],
-)
-def test_a_bad_spec_is_refused_by_name(says: OnTime | Scripted | Asked, field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        spec_of(says)
-    with pytest.raises(ValueError, match="step_s"):
-        spec_of(OnTime(token_ids=(1,)), step_s=-1.0)
-    with pytest.raises(ValueError, match="sequences"):
-        Scripted(sequences=())
-
-
-@pytest.mark.parametrize("replies", [(), (("a", (1,)),)])
-def test_answers_without_one_for_every_prompt_are_refused(replies: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    with pytest.raises(ValueError, match="replies"):
-        Asked(replies=replies)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from outrider.lab.cli.bench import bench
 from outrider.lab.gateway.loads import Door
-from outrider.lab.gateway.verb import OPEN_FILES, open_files, running_server
+from outrider.lab.gateway.verb import running_server
 
 URL, PID = "http://127.0.0.1:8123", os.getpid()
 
@@ -54,11 +54,3 @@ def test_bad_options_end_it_with_a_line(arguments: tuple[str, ...], words: str) 
     assert result.exit_code != 0
     assert words in result.output
     assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "allowed"),
-    [(1024, 4096, 4096), (1024, 1 << 20, OPEN_FILES), (20_000, 20_000, 20_000), (1024, -1, OPEN_FILES), (-1, -1, -1)],
-)
-def test_a_process_may_have_a_socket_for_every_stream(soft: int, hard: int, allowed: int) -> None:
-    assert open_files(soft, hard, -1) == allowed

@@ -67,13 +67,6 @@ def test_without_time_nothing_is_begun_and_the_next_start_goes_on(tmp_path: Path
     assert third.limits_s == {}
 
 
-def test_what_fails_is_not_written_down(tmp_path: Path):
-    work = Work(a=1, c=1)  # nobody knows how long b takes
-    with pytest.raises(KeyError):
-        work.run(tmp_path / "figures.json")
-    assert list(Record.open(tmp_path / "figures.json", {"model": "m"}).done) == ["a"]
-
-
 def test_another_models_folder_is_refused(tmp_path: Path):
     Work(a=1, b=1, c=1).run(tmp_path / "figures.json")
     with pytest.raises(ValueError, match=r"^model: other does not go on with what .*figures.json has, which is of m"):

@@ -21,7 +21,7 @@ from outrider.lab.peers.measure import (
     prefixed_prompts,
 )
 from outrider.lab.peers.process import Answer, PeerError
-from outrider.lab.peers.report import PeerFacts, PeersResult, to_json, to_markdown
+from outrider.lab.peers.report import PeerFacts, PeersResult, report_of
 
 
 @dataclass
@@ -65,10 +65,10 @@ def test_a_peer_that_fails_a_load_loses_that_figure_alone():
     assert len([s for s in measured.samples if s.peer == BASELINE]) == 4
     facts = (PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("weak", "7", 1.0, None))
     result = page_of(measured, loads, facts)
-    assert "| weak | 7 | 1.0 s | - | 16 (2.00) | - | 100% |" in to_markdown(result)
-    assert "No figure of 'weak' at '4 at a time': weak took 2 prompts, not 4." in to_markdown(result)
+    assert "| weak | 7 | 1.0 s | - | 16 (2.00) | - | 100% |" in report_of(result).to_markdown()
+    assert "No figure of 'weak' at '4 at a time': weak took 2 prompts, not 4." in report_of(result).to_markdown()
     reason = "weak took 2 prompts, not 4"
-    assert to_json(result)["failures"] == [{"peer": "weak", "load": "4 at a time", "reason": reason}]
+    assert report_of(result).to_json()["failures"] == [{"peer": "weak", "load": "4 at a time", "reason": reason}]
 
 
 def page_of(measured: Measured, loads: tuple[Load, ...], facts: tuple[PeerFacts, ...]) -> PeersResult:
@@ -133,9 +133,9 @@ def test_the_page_says_ratios_equal_tokens_and_who_is_missing():
     loads = (load(1), load(4))
     facts = (PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("other", "7", 30.0, 2 * 10**9))
     result = page_of(measure(peers, loads, repeats=3, on_run=lambda _: None), loads, facts)
-    page = to_markdown(result)
+    page = report_of(result).to_markdown()
     assert "| other | 7 | 30.0 s | 2.00 GB | 4 (0.50) | 16 (0.50) | 100% |" in page
     assert "takes 62.5 ms here" in page
     assert "takes 2.00 times as long" in page
     assert "third was not measured: it is not there." in page
-    assert len(to_json(result)["samples"]) == 2 * 2 * 3
+    assert len(report_of(result).to_json()["samples"]) == 2 * 2 * 3

@@ -9,33 +9,9 @@ from click.testing import CliRunner
 
 from outrider.cluster.cli.main import main
 from outrider.drafter_service import embedded
-from outrider.lab.peers import outrider_worker, transformers_worker
-from outrider.lab.peers.arms import all_peers
 
 OURS = ("Outrider off", "Outrider off, again", "Outrider adaptive", "Outrider fixed")
 OTHERS = ("transformers", "transformers look-up", "Outrider draft model", "transformers assisted")
-WORKERS = {"outrider_worker.py": outrider_worker, "transformers_worker.py": transformers_worker}
-
-
-def test_every_mode_makes_the_same_tokens_in_this_process(tmp_path):
-    load = tiny_load()
-    peers, _ = all_peers(
-        tmp_path,
-        model=embedded.target_path(),
-        draft_model=embedded.draft_path(),
-        head=None,
-        half_gguf=None,
-        dtype="float32",
-        max_num_seqs=load.concurrency,
-        max_model_len=64,
-    )
-    assert tuple(peer.name for peer in peers) == OURS + OTHERS
-    found = {}
-    for peer in peers:
-        _, generate = WORKERS[peer.script].load({**peer.options, "num_threads": 1})
-        found[peer.name] = generate([list(prompt) for prompt in load.prompts], load.max_tokens)
-    assert len({str(tokens) for tokens in found.values()}) == 1, found
-    assert [len(tokens) for tokens in found["transformers"]] == [load.max_tokens] * load.concurrency
 
 
 # a process takes ten seconds to start, so that the long list is a soak's

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from outrider.lab.bench.figures import Machine
-from outrider.lab.replay.replay import HEADINGS, DatasetResult, cells, replay, replay_file, to_markdown
+from outrider.lab.replay.replay import COLUMNS, DatasetResult, replay, replay_file, report_of
 from outrider.lab.replay.traces import Figures, arms
+from outrider.lab.report import Machine
 
 MACHINE = Machine(
     cpu="a CPU",
@@ -58,18 +58,17 @@ def test_a_row_has_a_cell_under_every_heading():
     for num_accepted in (2, 0, 1, 0):
         figures.add(num_accepted, num_accepted + 1)
     expected = ["n-gram", "1.750", "50.0 25.0  0.0  0.0  0.0  0.0", "7.50", "25%", "2.0", "3.0", "0.5"]
-    assert cells("n-gram", figures) == expected
-    assert len(expected) == len(HEADINGS)
+    assert [column.cell(("n-gram", figures)) for column in COLUMNS] == expected
     recorded = Figures()
     recorded.add(1, 2)
-    assert cells("eagle", recorded)[3:] == ["-"] * 5
+    assert [column.cell(("eagle", recorded)) for column in COLUMNS[3:]] == ["-"] * 5
 
 
 def test_the_page_names_the_machine_and_says_what_the_names_mean():
     figures = Figures()
     figures.add(1, 2)
     result = DatasetResult(name="loops", num_requests=1, num_tokens=2, rows=[("recorded: eagle", figures)])
-    page = to_markdown([result], MACHINE, 20)
+    page = report_of([result], MACHINE, 20).to_markdown()
     assert "a CPU, 2 cores, 8 GiB" in page
     assert "**loops: 1 requests, 2 generated tokens**" in page
     assert "| recorded: eagle | 2.000 |" in page

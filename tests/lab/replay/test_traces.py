@@ -17,7 +17,6 @@ from outrider.lab.replay.traces import (
     TraceError,
     arms,
     count_accepted,
-    expected_accepted,
     read_traces,
     recorded_figures,
     replay_arm,
@@ -85,15 +84,6 @@ def test_each_verification_commits_what_is_right_and_one_token_more():
     assert drafter.released == [drafter.asks[0].key]
 
 
-def test_the_first_call_is_the_prompt_s_and_the_others_are_drafts():
-    figures = replay(ConstantDrafter(()), [trace([1, 2, 3, 4], [5, 6, 7]), trace([1] * 6, [5, 6])])
-    assert figures.draft_s == [1.0] * 3
-    assert figures.prompt_token_s == 2 / 10
-    assert (figures.draft_p50_s, figures.draft_p99_s) == (1.0, 1.0)
-    assert figures.empty == 1
-    assert figures.mean_acceptance_length == 1
-
-
 def test_requests_have_sessions_and_lists_of_their_own():
     drafter = ConstantDrafter(())
     replay(drafter, [trace([1], [5, 6]), trace([1], [5])])
@@ -157,18 +147,6 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, bad: str):
     path.write_text(line() + bad)
     with pytest.raises(TraceError, match="line 2"):
         read_traces(path)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path):
-    path = tmp_path / "traces.jsonl"
-    path.write_text("")
-    with pytest.raises(TraceError, match="no request"):
-        read_traces(path)
-
-
-def test_expectation_is_the_sum_of_the_survivals():
-    assert expected_accepted(result(1, 2, confidences=(0.5, 0.5))) == 0.75
-    assert expected_accepted(result()) == 0
 
 
 def test_the_hybrid_takes_the_draft_that_expects_more():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from outrider.lab.simulate.drafting import DrafterShape
 from outrider.lab.simulate.engines import VerifierShape
 from outrider.lab.simulate.kv import OFF, KvRow, acceptance_length, fixed_name, pipeline_row, plan_of, study_kv
 from outrider.lab.simulate.load import AcceptanceLaw, LengthLaw, Workload
-from outrider.lab.simulate.paged_verifier import BLOCK_SIZE, PagedTotals, PagedVerifier
+from outrider.lab.simulate.paged_verifier import PagedTotals, PagedVerifier
 from outrider.lab.simulate.simulation import FleetShape
 from outrider.lab.simulate.system import LoadLaw, System
 
@@ -73,15 +71,6 @@ def test_a_request_alone_holds_the_blocks_of_its_tokens() -> None:
     assert found.num_requests == pytest.approx(20 * STEP_S)
 
 
-def test_a_draft_holds_slots_until_it_is_verified() -> None:
-    """A prompt of a block and a draft of 4: the second block is there from the first verification on, as without."""
-    never = row(fixed_name(4), workload([0.0], BLOCK_SIZE - 2, 8, 1e-9), end_s=1.0)
-    plain = row(OFF, workload([0.0], BLOCK_SIZE - 2, 8, 1e-9), end_s=1.0)
-    assert never.latency_s == plain.latency_s == pytest.approx(8 * STEP_S)
-    assert never.peak_blocks == plain.peak_blocks == 2
-    assert never.mean_blocks - plain.mean_blocks == pytest.approx(2 * STEP_S)  # of tokens 15 and 16
-
-
 def test_the_same_requests_need_fewer_blocks_at_as_many_tokens_per_second() -> None:
     arrival_s = np.cumsum(np.random.default_rng(1).exponential(0.05, 400)).tolist()
     plain, drafted = (row(name, workload(arrival_s, 64, 64, 0.8), arrival_s[-1]) for name in (OFF, fixed_name(4)))
@@ -127,42 +116,6 @@ def test_a_drawn_pipeline_yields_what_the_table_says() -> None:
     tokens_per_tick = (accepted[:num_passes] + 1).sum() / num_ticks
     assert tokens_per_tick == pytest.approx(num_sequences / found.num_sequences, rel=0.02)  # full without drafts: 1
     assert found.plain_blocks / found.draft_blocks == pytest.approx(found.acceptance_length, rel=0.01)
-
-
-def test_a_pipeline_of_one_stage_saves_nothing() -> None:
-    found = pipeline_row(1, 0.9, LengthLaw())
-    assert found.num_sequences == found.num_with_stage == 1.0
-    assert found.draft_blocks > found.plain_blocks  # the slots of the drafts
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "ACCEPTANCES", (0.5, 0.9))
-    monkeypatch.setattr(kv, "STAGES", (1, 4))
-    monkeypatch.setattr(kv, "FIXED_LENGTHS", (4,))
-    monkeypatch.setattr(kv, "POOL_REQUESTS", (8,))
-
-
-def test_the_verb_prints_three_tables_of_one_verifier(tmp_path: Path, few: None) -> None:
-    json_file = tmp_path / "found.json"
-    arguments = ["simulate", "--study", "kv", "--loads", "8", "--duration-s", "8", "--acceptance", "0.9"]
-    result = CliRunner().invoke(main, [*arguments, "--json", str(json_file)])
-    assert result.exit_code == 0, result.output
-    for text in ("blocks of 16 tokens, 5.2 MB each", "drafter as a stage", "A full pool"):
-        assert text in result.output
-    found = json.loads(json_file.read_text())
-    assert [one["name"] for one in found["loads"]] == ["no drafts", "priced", "priced"]
-    assert {one["qps"] for one in found["loads"]} == {2.0}  # a quarter of the fleet's
-    assert [(one["name"], one["acceptance"]) for one in found["pools"]] == [
-        ("no drafts", None),
-        ("K = 4", 0.5),
-        ("priced", 0.5),
-        ("K = 4", 0.9),
-        ("priced", 0.9),
-    ]
-    assert len(found["pipeline"]) == 4
-    drafted, plain = found["loads"][2], found["loads"][0]
-    assert drafted["mean_blocks"] < 0.7 * plain["mean_blocks"]
 
 
 def test_traces_and_plots_are_refused() -> None:

@@ -24,7 +24,6 @@ from outrider.lab.simulate.load import (
     day_arrivals,
     law_workload,
     poisson_arrivals,
-    trace_workload,
 )
 from outrider.lab.simulate.scaling import DelayedTarget, ScalingOptions
 from outrider.lab.simulate.simulation import FleetShape, LengthMode, Simulation, SimulationOptions
@@ -84,18 +83,6 @@ def test_own_and_accepted_tokens_add_up(seed: int) -> None:
     assert counters.num_accepted_tokens <= counters.num_draft_tokens
 
 
-@pytest.mark.parametrize("options", [OFF, ADAPTIVE], ids=["off", "adaptive"])
-def test_time_goes_forward(options: SimulationOptions) -> None:
-    ledger = run(options).ledger
-    assert (ledger.ttft_s >= TARGET.seconds(1, 0) - 1e-9).all()
-    assert (ledger.finish_s >= ledger.first_token_s).all()
-
-
-def test_nothing_is_faster_than_its_steps() -> None:
-    ledger = run(OFF, qps=5.0).ledger
-    assert (ledger.tpot_s[ledger.workload.num_output_tokens > 1] >= TARGET.base_s).all()
-
-
 def test_a_request_alone_takes_its_prompt_and_a_step_per_token() -> None:
     workload = workload_of(1, 1.0)
     simulation = Simulation(FLEET, workload, OFF, np.random.default_rng(0))
@@ -118,12 +105,6 @@ def test_runs_of_rounds_give_what_single_rounds_give() -> None:
     fast, slow = (run(FIXED, num_requests=150, fleet=fleet).ledger for fleet in (FLEET, single))
     assert fast.num_advances < slow.num_advances / 3
     assert np.mean(fast.tpot_s) == pytest.approx(np.mean(slow.tpot_s), rel=0.05)
-
-
-def test_a_request_that_never_fits_is_refused() -> None:
-    small = replace(FLEET, verifier=replace(VERIFIER, kv_tokens=100))
-    with pytest.raises(ValueError, match="kv_tokens"):
-        Simulation(small, workload_of(50, 10.0), OFF, np.random.default_rng(0))
 
 
 def test_requests_wait_for_kv_and_for_rows() -> None:
@@ -176,29 +157,6 @@ def test_a_step_past_the_knee_drafts_nothing_but_what_is_pinned() -> None:
     assert set(lengths_priced(400, is_pinned=True)) == {8}
 
 
-def test_who_has_left_is_forgotten_and_who_does_not_ask_is_not_priced() -> None:
-    policy = PricedLengths(VERIFIER.profile())
-    asked = policy.ask([Row(1, SpeculationPlan(drafter_id="d0", draft_length=4)), Row(2, SpeculationPlan())])
-    assert asked[0] > 0
-    assert asked[1] == 0
-    assert policy.admit([asked[0], 0]) == asked
-    load = RoundLoad(num_decoding=2, num_at_least=(1,) * asked[0])
-    way = choose_round(load, TARGET, DraftSpeed(token_s=1e-4, is_local=True), 0.9)
-    policy.end_round(RoundSeen(load, way, [1, 0], [2, 1]))
-    policy.forget(1)
-    policy.forget(2)
-    policy.forget(3)  # never asked
-    assert policy.ask([]) == []
-
-
-def test_goodput_counts_what_keeps_the_bounds() -> None:
-    simulation = run(OFF)
-    assert RunFigures.of("", simulation, LatencyBounds(ttft_s=1e-6)).goodput_tokens_per_s == 0.0
-    lax = RunFigures.of("", simulation, LatencyBounds(ttft_s=1e6, tpot_s=1e6))
-    assert lax.good_share == 1.0
-    assert 0.0 < lax.goodput_tokens_per_s <= lax.tokens_per_s
-
-
 # Drafting.
 
 LOAD = RoundLoad(num_decoding=10, num_at_least=(10, 10, 10, 10), num_context_tokens=0)
@@ -210,13 +168,6 @@ def test_running_ahead_drafts_as_far_as_it_gets_in_a_step() -> None:
     # 2 x 4 ms fit in a step of 10 ms; only the link shows
     assert (way.longest, way.share) == (2, 0.9)
     assert way.seconds == pytest.approx(11e-3)
-
-
-def test_a_local_drafter_is_waited_for() -> None:
-    way = choose_round(LOAD, TARGET, DraftSpeed(token_s=6e-3, is_local=True), 0.6)
-    assert (way.longest, way.share) == (4, 1.0)
-    assert way.seconds == pytest.approx(34e-3)
-    assert way.idle_s == 0.0  # the accelerator is busy with drafting
 
 
 def test_a_round_takes_as_long_as_what_it_really_verifies() -> None:
@@ -235,11 +186,6 @@ def test_two_groups_hide_a_slow_link() -> None:
     way = choose_round(load, TARGET, DraftSpeed(token_s=1e-3, link_s=9e-3), 0.9)
     assert (way.num_steps, way.share) == (2, 1.0)
     assert way.seconds == pytest.approx(TARGET.seconds(400, 0))
-
-
-def test_without_a_drafter_a_round_is_a_step() -> None:
-    way = choose_round(LOAD, TARGET, None, 0.9)
-    assert (way.seconds, way.longest, way.share) == (TARGET.seconds(10, 0), 0, 0.0)
 
 
 # The load.
@@ -267,15 +213,6 @@ def test_a_trace_is_replayed_from_position_to_position() -> None:
     assert traces.survivals(1, 5) == [(5 + 1) / 8, (3 + 0.5) / 8, (1 + 0.25) / 8, 0.0, 0.0]
     with pytest.raises(ValueError, match="ngram"):
         AcceptanceTraces([trace([1])], "ngram")
-
-
-def test_a_fleet_replays_traces() -> None:
-    recorded = [trace([1, 3, 2, 1] * 5), trace([5, 4, 3, 2, 1] * 4)]
-    workload = trace_workload(np.linspace(0.0, 1.0, 10), recorded, "eagle")
-    simulation = Simulation(FLEET, workload, FIXED, np.random.default_rng(0))
-    simulation.run()
-    assert (simulation.ledger.num_tokens == 20).all()
-    assert simulation.ledger.num_accepted_tokens > 0
 
 
 def test_a_day_has_its_mean_its_sine_and_its_bursts() -> None:
@@ -321,26 +258,10 @@ def test_pools_follow_a_day_and_no_request_is_lost() -> None:
     assert sizes[-1] < max(sizes)
 
 
-def test_cells_share_the_fleet() -> None:
-    fleet = replace(FLEET, num_verifiers=4, num_drafters=2, num_cells=2)
-    ledger = run(ADAPTIVE, fleet=fleet).ledger
-    assert ledger.is_complete
-    assert ledger.num_drafts > 0
-    with pytest.raises(ValueError, match="num_cells"):
-        replace(FLEET, num_cells=3)
-
-
 # Who places requests.
 
 MANY = FleetShape(verifier=replace(VERIFIER, max_num_seqs=4), num_verifiers=6)
 BY_GATEWAYS = replace(OFF, num_gateways=5, has_affinity=True)
-
-
-def test_gateways_lose_nothing_and_a_seed_gives_the_same_figures() -> None:
-    once, again = (run(BY_GATEWAYS, num_requests=120, qps=30.0, fleet=MANY) for _ in range(2))
-    assert once.ledger.num_finished == 120
-    assert (once.ledger.num_tokens == once.workload.num_output_tokens).all()
-    assert (once.ledger.finish_s == again.ledger.finish_s).all()
 
 
 def test_what_a_verifier_has_no_place_for_is_refused_and_the_rest_is_served() -> None:
@@ -360,8 +281,3 @@ def test_a_gateway_that_knows_nothing_of_the_others_makes_requests_wait_little_l
         for options in (replace(OFF, has_affinity=True, most_waiting=9), replace(BY_GATEWAYS, most_waiting=9))
     )
     assert many <= 1.1 * knowing
-
-
-def test_the_number_of_gateways_is_checked() -> None:
-    with pytest.raises(ValueError, match="num_gateways must be at least 1"):
-        SimulationOptions(num_gateways=0)

@@ -75,24 +75,3 @@ def test_verifiers_that_share_a_drafter_slow_each_other() -> None:
     # alone: 4 ms of drafts for 4 rows. Shared: 4 + x ms, x = 4 (4 + x) / (14 + x) rows of the other one: 1.403
     assert alone.tokens_per_s == pytest.approx(2 * 4 * 1.5 / 14e-3)
     assert shared.tokens_per_s == pytest.approx(2 * 4 * 1.5 / 15.403e-3, rel=1e-3)
-
-
-def test_a_drafter_that_is_ahead_in_some_rounds_alone_counts_for_those() -> None:
-    """Eight verifiers would be ahead if no other were: whether one is then goes to and fro."""
-    shape = DrafterShape(timing=replace(constant(4e-3), token_s=0.3e-3), link_s=0.0, num_branches=2)
-    fleet = replace(PLAIN, num_verifiers=8, drafter=shape, num_drafters=1)
-    plain, shared = (steady_state(fleet, LENGTHS, 0.9, 4, length) for length in (0, 1))
-    always = 8 * 4 * (1 + shape.hit_rate * 0.9) / 10e-3
-    assert plain.tokens_per_s < shared.tokens_per_s < always
-
-
-def test_prompts_take_their_part_of_a_step() -> None:
-    timing = replace(constant(0.0), token_s=1e-3)
-    fleet = replace(PLAIN, verifier=replace(PLAIN.verifier, timing=timing))
-    # 4 tokens are decoded and, prompts being as long as outputs, 4 prompt tokens computed: 8 ms
-    assert steady_state(fleet, LENGTHS, 0.5, 4, 0).tpot_s == pytest.approx(8e-3)
-
-
-def test_a_bound_that_no_state_keeps_has_none() -> None:
-    assert best_state(PLAIN, LENGTHS, 0.5, tpot_s=9e-3) is None
-    assert best_state(OWN, LENGTHS, 0.5, tpot_s=9e-3) is not None

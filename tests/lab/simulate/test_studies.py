@@ -21,7 +21,7 @@ from outrider.lab.simulate.figures import LatencyBounds, RunFigures
 from outrider.lab.simulate.load import Day, LengthLaw
 from outrider.lab.simulate.money import PRICES_PER_HOUR, Bill
 from outrider.lab.simulate.plots import plot_day, plot_loads
-from outrider.lab.simulate.report import day_table, fleet_table, plan_table, to_json
+from outrider.lab.simulate.report import day_table, plan_table, to_json
 from outrider.lab.simulate.simulation import PoolSample
 from outrider.lab.simulate.studies import (
     DayStudy,
@@ -31,7 +31,6 @@ from outrider.lab.simulate.studies import (
     plan_of,
     study_fleet,
     study_loads,
-    verdict,
     with_pools,
 )
 from outrider.lab.simulate.system import LoadLaw, System, adaptive_arm, arms
@@ -98,13 +97,6 @@ def test_a_plan_scales_small_fleets_to_the_rate() -> None:
     assert plain == Purchase(num_verifiers=40, num_drafters=0, num_accelerators=160, price_per_hour=320.0)
 
 
-def test_layouts_are_compared_by_device_and_price() -> None:
-    worths = plan(36.0, 16.0, 10.0).worths
-    pool, own = worths["disaggregated, drafters on L4"], worths["co-located"]
-    assert (pool.per_verifier_device, pool.per_device) == (3600 / 16, 3600 / 18)
-    assert (pool.per_price, own.per_price) == (3600 / (16 * 2.0 + 2 * 0.5), 1600 / 32.0)
-
-
 @pytest.mark.parametrize(
     ("rates", "found"),
     [
@@ -118,11 +110,6 @@ def test_layouts_are_compared_by_device_and_price() -> None:
 )
 def test_a_plan_says_whether_a_pool_pays(rates: tuple[float | None, ...], found: str) -> None:
     assert found in plan(*rates).verdict
-
-
-def test_the_best_pool_is_compared_with_the_best_of_the_others() -> None:
-    rows = {"disaggregated, drafters on H100": 90.0, "disaggregated, drafters on L4": 120.0, "a": 100.0, "b": 50.0}
-    assert verdict(rows) == "Disaggregation pays (disaggregated, drafters on L4): 20% more tokens for the price than a."
 
 
 def test_drafters_have_an_accelerator_of_their_own() -> None:
@@ -149,19 +136,6 @@ def test_a_fit_of_the_drafter_holds_where_it_was_made() -> None:
     assert replace(BIG, draft_fit=fit).colocated(1).verifier.own_drafter == fit
 
 
-def test_a_draft_model_has_to_fit_on_its_accelerator() -> None:
-    with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
-        System.of(ACCELERATORS["H100"], target_params=70e9, draft_params=50e9).disaggregated(1, 1)
-
-
-def test_colocated_drafters_take_memory_and_pools_take_accelerators() -> None:
-    plain, own, pool = BIG.plain(2), BIG.colocated(2), BIG.disaggregated(2, 3)
-    assert own.verifier.kv_tokens < plain.verifier.kv_tokens == pool.verifier.kv_tokens
-    assert (plain.num_accelerators, own.num_accelerators, pool.num_accelerators) == (8, 8, 11)
-    assert own.verifier.own_drafter is not None
-    assert pool.drafter is not None
-
-
 def test_every_arm_meets_the_same_requests() -> None:
     fleet = SYSTEM.disaggregated(1, 1)
     rows = study_loads(SYSTEM, fleet, LOAD, [20.0], LatencyBounds(), duration_s=5.0, seed=1)
@@ -169,10 +143,6 @@ def test_every_arm_meets_the_same_requests() -> None:
     assert {row.qps for row in rows} == {rows[0].qps}
     speeds = {row.name: row.tpot_p50_s for row in rows}
     assert speeds["adaptive"] < 0.8 * speeds["off"]
-
-
-def test_fixed_arms_are_not_longer_than_drafts_may_be() -> None:
-    assert [arm.name for arm in arms(4)] == ["off", "K = 2", "K = 4", "adaptive", "oracle"]
 
 
 def test_a_fleet_says_how_fast_it_was_simulated() -> None:
@@ -210,16 +180,6 @@ def test_plans_days_and_loads_are_shown(tmp_path: Path) -> None:
         assert json.loads(json.dumps(to_json(value)))["format_version"] == 1
 
 
-def test_the_verb_simulates_a_fleet(tmp_path: Path) -> None:
-    json_file = tmp_path / "fleet.json"
-    arguments = ["simulate", "--study", "fleet", "--num-requests", "50", "--qps", "20", "--json", str(json_file)]
-    result = CliRunner().invoke(main, [*arguments, "--num-verifiers", "1", "--num-output-tokens", "16"])
-    assert result.exit_code == 0, result.output
-    assert "50 requests" in result.output
-    assert "simulate: 100%" in result.output  # a log gets lines where a terminal has a bar
-    assert json.loads(json_file.read_text())["figures"]["num_requests"] == 50
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -239,22 +199,6 @@ def test_a_bad_option_is_named(options: list[str], complaint: str) -> None:
     result = CliRunner().invoke(main, ["simulate", "--study", "fleet", "--num-requests", "5", *options])
     assert result.exit_code == 2
     assert complaint in result.output
-
-
-def test_a_fit_replaces_the_roofline() -> None:
-    options = ["--study", "fleet", "--num-requests", "20", "--num-verifiers", "1", "--num-drafters", "0"]
-    outputs = [
-        CliRunner().invoke(main, ["simulate", *options, *fit]).output
-        for fit in ([], ["--step-fit", "0.2,0,0", "--draft-fit", "0.1,0,0"])
-    ]
-    assert outputs[0] != outputs[1]
-    assert "202." in outputs[1]  # a base of 200 ms, and 2.5 ms of overhead and all-reduces
-
-
-def test_tables_of_fleets_have_their_figures() -> None:
-    workload = LOAD.steady(50.0, 20, np.random.default_rng(0))
-    found = study_fleet(SYSTEM.plain(1), workload, adaptive_arm(8), LatencyBounds(), seed=0)
-    assert "events/s" in text_of(fleet_table(found))
 
 
 def test_the_verb_plans_with_drafters_on_cheaper_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

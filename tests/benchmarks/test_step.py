@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import Any
 
 import pytest
 
-from benchmarks.step_trace import (
+from benchmarks.step import (
     AFTER,
     BEFORE,
     LOAD,
@@ -17,11 +16,10 @@ from benchmarks.step_trace import (
     StepOptions,
     StepTrace,
     run_step,
-    seconds_of,
     to_markdown,
 )
-from outrider.lab.bench.figures import DraftCounts
 from outrider.lab.bench.load import Prompt, Reply
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 OPTIONS = StepOptions(concurrency=5, alone_s=0.6, load_s=0.6)
 AGE_S = 100.0  # of what the played server says of its load
@@ -44,7 +42,7 @@ class PlayedServer:
             raise
         finally:
             self.num_running -= 1
-        drafts = DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
+        drafts = SpeculationMetrics(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
         now_s = time.perf_counter()
         return Reply(sent_s=sent_s, chunk_times_s=(now_s,), ended_s=now_s, num_tokens=2, drafts=drafts)
 
@@ -80,14 +78,6 @@ async def test_one_many_one():
     assert trace.drafts(BEFORE).num_accepted_tokens == len(trace.replies[BEFORE])
     assert trace.errors == []
     assert all(sample.time_s < trace.load_ended_s - AGE_S + 10.0 for sample in trace.samples), "when it was so"
-
-
-async def test_a_server_that_does_not_tell_its_load_ends_the_run():
-    async def broken() -> dict[str, Any]:
-        raise ConnectionError("gone")
-
-    with pytest.raises(ConnectionError, match="gone"):
-        await run_step(PlayedServer().ask, broken, ["a"], OPTIONS, clock=time.perf_counter)
 
 
 def samples(*rows: tuple[float, str, float], **decisions: int) -> list[Sample]:
@@ -140,33 +130,9 @@ def test_no_recovery(after: tuple[tuple[float, str, float], ...]):
     assert trace_of(samples(*BEFORE_LOAD, *after)).recovery_s is None
 
 
-def test_a_time_without_anybody_who_decodes_is_no_recovery():
-    made = samples(*BEFORE_LOAD, (20.5, AFTER, 0.0))
-    idle = dataclasses.replace(made[-1], time_s=22.0)
-    assert trace_of([*made, idle]).recovery_s is None
-
-
-def test_what_came_late_is_put_in_order():
-    made = samples(*BEFORE_LOAD, (20.5, AFTER, 0.5), (21.25, AFTER, 1.0), (22.25, AFTER, 4.0))
-    made[-1], made[-2] = made[-2], made[-1]
-    assert trace_of(made).recovery_s == 2.25
-
-
-def test_decisions_of_a_second_are_added_up():
-    made = [
-        *samples((3.0, LOAD, 1.0), load=2),
-        *samples((3.0, LOAD, 1.0), (3.5, LOAD, 0.5), load=1, on=1)[1:],
-        *samples((3.0, LOAD, 1.0), (3.5, LOAD, 0.5), (4.0, LOAD, 2.0))[2:],
-    ]
-    first, second = seconds_of(trace_of(made))
-    assert (first.begin_s, first.last, first.draft_length) == (3.0, made[1], 0.5)
-    assert (first.decisions, second.decisions) == ({"load": 3, "on": 1}, {})
-    assert second.draft_length == 2.0, "since the last sample of the second before"
-
-
 def test_the_page_has_both_runs_and_every_second():
     trace = trace_of(samples(*BEFORE_LOAD, (20.5, AFTER, 0.0), (21.5, AFTER, 4.0), on=1))
-    drafts = DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
+    drafts = SpeculationMetrics(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
     for first_token_s in (1.75, 1.25):
         reply = Reply(sent_s=1.0, chunk_times_s=(first_token_s,), ended_s=2.0, drafts=drafts)
         trace.replies[BEFORE].append(reply)
@@ -176,9 +142,3 @@ def test_the_page_has_both_runs_and_every_second():
     assert "| accepted before | - | 25% |" in page
     assert "| full drafts again after the load's end, s | - | 1.50 |" in page
     assert "| 21 | after | 1 | 0.25 | 4.00 | on 1 |" in page
-
-
-@pytest.mark.parametrize(("field", "value"), [("concurrency", 1), ("alone_s", 0.0), ("load_s", -1.0)])
-def test_bad_options_are_named(field: str, value: float):
-    with pytest.raises(ValueError, match=field):
-        StepOptions(**{field: value})
