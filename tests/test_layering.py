@@ -110,7 +110,7 @@ ROOMS = {
         "common replies config replicas offline client verifier_service/model drafter_service/training"
     ),
     # what measures, simulates and shows it; nothing above imports this
-    "lab": "verifier_service/messages verifier_service/model verifier_service/sampling",
+    "lab": "cluster/common verifier_service/messages verifier_service/model verifier_service/sampling",
     "lab/bench": (
         "lab cluster/common cluster/config cluster/offline cluster/client verifier_service/messages "
         "verifier_service/model verifier_service/engine drafter_service/engine drafter_service/heads "
@@ -120,18 +120,18 @@ ROOMS = {
         "lab bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"
     ),
     "lab/gateway": (
-        "bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
+        "lab bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
         "verifier_service/model verifier_service/sampling verifier_service/links verifier_service/engine"
     ),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
-        "bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
+        "lab bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
         "verifier_service/model drafter_service/service drafter_service/training"
     ),
     "lab/embedded": "drafter_service/embedded drafter_service/training",
-    "lab/replay": ("bench cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
+    "lab/replay": ("lab cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
     "lab/simulate": (
-        "replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "
+        "lab replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "
         "verifier_service/scheduling"
     ),
     "lab/demo": (

@@ -36,7 +36,7 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "agents", "device", "drift", "exact", "far", "invariance", "policy", "pricing"),
-    *("router", "step", "usual", "vllm-pool"),
+    *("router", "step", "usual"),
 )
 
 _COMMON_OPTIONS = (

@@ -26,12 +26,12 @@ from outrider.drafter_service.training.served import continue_greedily, play_gre
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport
 from outrider.lab.embedded import corpus
-from outrider.lab.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS
 
 log = logging.getLogger(__name__)
 
 DRAFT_VOCAB_SIZE = 1536  # of 2,048: 97.5 % of the library's tokens
 LOG_EVERY = 10
+NUM_NEW_TOKENS, DRAFT_LENGTH = 128, 4  # as it is served
 DEFAULT_MINUTES = 12.0
 ROWS, WINDOW = 4, 512  # of a training step
 # for those whose every root has masks of its own, which see all the text before it: the same tokens in shorter windows

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from outrider.lab.gateway.client import Ask, Found
 from outrider.lab.gateway.floor import Sends
-
-CLOSE_TIMEOUT_S = 10.0
-
-
-class HelperError(RuntimeError):
-    """A process of the benchmark's own has ended."""
+from outrider.lab.line_process import LineProcess
 
 
-class Helper:
+class Helper(LineProcess):
     """A module that runs as a process until its input ends."""
 
     def __init__(self, module: str) -> None:
         command = [sys.executable, "-m", f"outrider.lab.gateway.{module}"]
-        environment = {**os.environ, "GRPC_VERBOSITY": "NONE"}
-        self._name = module
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> str:
-        """Wait for a line. Raises `HelperError` if the process ends instead."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise HelperError(f"the benchmark's {self._name} has ended; what it said stands above")
-        return line.rstrip("\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        super().__init__(module, command, {"GRPC_VERBOSITY": "NONE"})
 
 
 class Client(Helper):

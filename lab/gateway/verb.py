@@ -11,7 +11,6 @@ imported before the verb runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, numbers, show_progress
-from outrider.lab.report import describe_machine, files
+from outrider.cluster.common.terminal import numbers, show_progress
+from outrider.lab.line_process import ProcessEnded
+from outrider.lab.report import describe_machine, files, show_page, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,20 +64,16 @@ OPEN_FILES = 16384  # of every process, if they may be so many: each stream is a
 def gateway(json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
     """Measure what a served token and request cost in processor time, by process, beside a model that is played."""
     from outrider.cluster.replicas.serving import DeployError
-    from outrider.lab.gateway.helpers import HelperError
     from outrider.lab.gateway.measure import MeasureError
     from outrider.lab.gateway.report import to_json, to_markdown
 
     try:
         result = _run(**options)
-    except (MeasureError, HelperError, DeployError, ValueError, OSError) as error:  # OSError: no such model
+    except (MeasureError, ProcessEnded, DeployError, ValueError, OSError) as error:  # OSError: no such model
         raise click.ClickException(str(error)) from error
     table = to_markdown(result)
-    console_of(PLAIN_WIDTH).print(table, highlight=False, markup=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    if markdown_file is not None:
-        markdown_file.write_text(table)
+    show_page(table, PLAIN_WIDTH, markdown_file)
+    write(json_file, lambda: to_json(result))
 
 
 def _run(

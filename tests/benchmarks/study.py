@@ -20,7 +20,6 @@ from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
 from benchmarks.usual import usual
-from benchmarks.vllm.pool import vllm_pool
 from benchmarks.weights.drift import drift
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
@@ -38,7 +37,6 @@ STUDIES = (
     router,
     step,
     usual,
-    vllm_pool,
 )
 
 
@@ -52,8 +50,7 @@ def study() -> None:
     company, with drafts; far: what priced drafts bring with a drafter elsewhere, in virtual time; invariance: rows
     alone and in company, on every path that a CPU takes; policy: how much to draft, over recorded acceptance; pricing:
     what deciding that costs a step; router: what its decisions cost; step: a running server's load from 1 to many
-    streams and back; usual: what a small machine should draft with; vllm-pool: vLLM with drafts from a pool, and
-    without.
+    streams and back; usual: what a small machine should draft with.
     """
 
 

