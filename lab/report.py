@@ -49,7 +49,7 @@ def number(value: float | None, digits: int, scale: float = 1.0, unit: str = "")
     return NOTHING if value is None else f"{value * scale:,.{digits}f}{unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `Column[Row](…)` would not be made
 class Column(Generic[T]):
     """A heading and how a row's value is written under it."""
 
@@ -58,7 +58,7 @@ class Column(Generic[T]):
     is_text: bool = False  # stands left, as the first column does
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Section(Generic[T]):
     """Rows that belong together."""
 
@@ -66,7 +66,7 @@ class Section(Generic[T]):
     rows: Sequence[T]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report(Generic[T]):
     """Everything that is shown."""
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
+from outrider.lab.plots import Panel, draw
 from outrider.lab.report import Column, Report, Section
 
 OFF, PLACEBO, ADAPTIVE, TABLE = "off", "off again", "adaptive", "table"
@@ -144,17 +144,16 @@ def report_of(title: str, points: Sequence[Point]) -> Report[Point]:
 
 def plot(points: Sequence[Point], path: Path) -> None:
     """Draw every arm's speed over no speculation's, by concurrency, as one PNG."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
     places = range(len(points))  # evenly spaced: loads are powers of two
-    for name in points[0].tokens_per_s:
-        gains = [statistics.fmean(p.tokens_per_s[name]) / statistics.fmean(p.tokens_per_s[OFF]) for p in points]
-        width = 3.0 if name == ADAPTIVE else 1.2
-        axes.plot(places, gains, marker="o", linewidth=width, label=name)
-    axes.set_xticks(places, [str(point.concurrency) for point in points])
-    axes.set_xlabel("concurrency")
-    axes.set_ylabel("tokens/s over speculation off")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png", dpi=110)
+    gains = {
+        name: [statistics.fmean(p.tokens_per_s[name]) / statistics.fmean(p.tokens_per_s[OFF]) for p in points]
+        for name in points[0].tokens_per_s
+    }
+    panel = Panel(
+        x="concurrency",
+        y="tokens/s over speculation off",
+        lines={name: (places, values) for name, values in gains.items()},
+        ticks=[str(point.concurrency) for point in points],
+        bold=frozenset({ADAPTIVE}),
+    )
+    draw([panel], path, size=(8, 5))
