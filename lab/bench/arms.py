@@ -153,12 +153,13 @@ class OutriderArm:
         cores: frozenset[int],
         num_threads: int,
         clock: Clock,
+        drafts: bool = True,
         forgets: bool = False,
     ) -> None:
         """`forgets`: a drafter that remembers responses knows nothing of earlier runs."""
         self.name, self.cores, self.num_threads = name, cores, num_threads
         self.offline = engine
-        self._clock, self._forgets = clock, forgets
+        self._clock, self._drafts, self._forgets = clock, drafts, forgets
         self._num_runs = 0
 
     @classmethod
@@ -189,7 +190,8 @@ class OutriderArm:
         self._num_runs += 1
         engine = self.offline.engine
         self._take_bytes()
-        plan = SpeculationPlan(draft_length=workload.num_speculative_tokens, is_pinned=True)
+        length = workload.num_speculative_tokens if self._drafts else 0
+        plan = SpeculationPlan(draft_length=length, is_pinned=True)
         recordings = [_Recording() for _ in workload.prompts]
         waiting = deque(enumerate(workload.prompts))
         first_step, begin_s = engine.stats.num_steps, self._clock()

@@ -283,9 +283,15 @@ def opened(arm: DrafterArm, clock: Clock) -> Iterator[OutriderArm]:
             client = WeighingClient(local)
             engine = build_engine(runner, verifier, client)
             attach(engine)
-        weighed = WeighedEngine(engine, pipe, client)
-        threads = len(target_cores)
-        yield OutriderArm(arm.label, weighed, cores=target_cores, num_threads=threads, clock=clock, forgets=True)
+        yield OutriderArm(
+            arm.label,
+            WeighedEngine(engine, pipe, client),
+            cores=target_cores,
+            num_threads=len(target_cores),
+            clock=clock,
+            drafts=arm.name != OFF,
+            forgets=True,
+        )
 
 
 def shared_out(place: Place) -> tuple[frozenset[int], frozenset[int]]:

@@ -176,9 +176,7 @@ def report_of(result: BenchResult, num_tree_nodes: int) -> Report[Row]:
             "The inflated target computes the same function and the same hidden states at a larger price: acceptance "
             "is the small pair's own, the cost ratio of target and drafter is made."
         )
-    counted = [
-        {"drafts": dataclasses.asdict(row.total.drafts), "bytes_per_token": bytes_per_token(row)} for row in result.rows
-    ]
+    counted = [{"drafts": counts_of(row), "bytes_per_token": bytes_per_token(row)} for row in result.rows]
     document = document_of(result)
     rows = [row | more for row, more in zip(document["rows"], counted, strict=True)]
     return Report(
@@ -225,6 +223,11 @@ def by_position(row: Row, num_positions: int) -> list[float]:
     found = counts.num_accepted_per_position  # no further than drafts went
     padded = [*found, *[0] * (num_positions - len(found))]
     return [accepted / counts.num_drafts for accepted in padded] if counts.num_drafts else []
+
+
+def counts_of(row: Row) -> dict[str, Any]:
+    counts = dataclasses.asdict(row.total.drafts)
+    return {name: count for name, count in counts.items() if name.startswith("num_")}
 
 
 def drafted(row: Row) -> float | None:
