@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT_VERSION = 1
+BEFORE = "- before: "
 T = TypeVar("T")
 _FILES = {"json": None, "markdown": None, "plot": "PNG."}
 
@@ -93,8 +94,8 @@ class Report(Generic[T]):
             table.add_section()
         return Group(table, *(Text(note) for note in self.notes))
 
-    def to_markdown(self) -> str:
-        """Write a page."""
+    def to_markdown(self, before: str = "") -> str:
+        """Write a page, in place of what it was before."""
         made = f"`{self.command}`, {time.strftime('%Y-%m-%d')}: {self.title}" if self.command else self.title
         lines = [*([f"# {self.heading}", ""] if self.heading else []), made, ""]
         for section in self.sections:
@@ -103,7 +104,11 @@ class Report(Generic[T]):
         lines += [f"- {note}" for note in self.notes]
         if self.definitions:
             lines += ["", "```", self.definitions, "```"]
+        lines += [f"{BEFORE}{line.removeprefix(BEFORE)}" for line in before.splitlines() if self._is_history(line)]
         return "\n".join(lines) + "\n"
+
+    def _is_history(self, line: str) -> bool:
+        return line.startswith(BEFORE) or (bool(self.command) and line.startswith(f"`{self.command}`, "))
 
     def to_json(self) -> dict[str, Any]:
         """Describe it for programs."""
@@ -113,7 +118,8 @@ class Report(Generic[T]):
     def show(self, width: int, json_file: Path | None = None, markdown_file: Path | None = None) -> None:
         """Print the table and write the files that are asked for."""
         console_of(width).print(self.to_table())
-        write(json_file, self.to_json, markdown_file, self.to_markdown)
+        before = markdown_file.read_text() if markdown_file is not None and markdown_file.exists() else ""
+        write(json_file, self.to_json, markdown_file, lambda: self.to_markdown(before))
 
 
 def write(
