@@ -100,7 +100,10 @@ WORTH_NOTE = (
 
 
 def _worth_columns() -> list[Column[Any]]:
-    return [Column(heading, lambda row, at=value: number(at(row.worth), 0)) for heading, value in WORTHS]
+    def cell(value: Callable[[Worth], float]) -> Callable[[Any], str]:
+        return lambda row: number(value(row.worth), 0)
+
+    return [Column(heading, cell(value)) for heading, value in WORTHS]
 
 
 def plan_table(plan: Plan) -> RenderableType:
