@@ -199,7 +199,8 @@ class OutriderArm:
             while waiting and len(engine.requests) < concurrency:
                 index, prompt = waiting.popleft()
                 recordings[index].arrival_s = self._clock()
-                self._add(f"{self._num_runs}-{index}", prompt, workload, plan)
+                run = "" if self._forgets else f"{self._num_runs}-"
+                self._add(f"{run}{index}", prompt, workload, plan)
             if plan_of is not None and plan != (due := plan_of(len(engine.requests))):
                 plan = due
                 engine.set_plans(dict.fromkeys(engine.requests, plan))
