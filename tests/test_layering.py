@@ -120,12 +120,12 @@ ROOMS = {
         "lab bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"
     ),
     "lab/gateway": (
-        "lab bench cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
+        "lab cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "
         "verifier_service/model verifier_service/sampling verifier_service/links verifier_service/engine"
     ),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
-        "lab bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
+        "lab corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
         "verifier_service/model drafter_service/service drafter_service/training"
     ),
     "lab/embedded": "drafter_service/embedded drafter_service/training",
