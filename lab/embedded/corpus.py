@@ -32,7 +32,6 @@ VOCAB_SIZE = 2048
 MAX_LENGTH = 2048
 GENERATED = ("pydoc_data/", "_sysconfigdata", "html/entities.py", "re/_casefix.py", "stringprep.py")  # tables, dumps
 MIN_FILE_BYTES = 200
-DOCSTRING_OPENING = re.compile(r'def \w+\([^)]*\):\n +"""(?:\w+ ){2,4}')
 # One base model for chat and completions: a conversation is the text of its messages, one after the other.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 

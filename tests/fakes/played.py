@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.lab.demo.ask import Answer, Speculation, Token
+from outrider.lab.report import Machine
 from outrider.lab.same_tokens import Seeded
+
+MACHINE = Machine(
+    cpu="Test CPU",
+    num_cores=2,
+    memory_bytes=8 << 30,
+    load_average=0.25,
+    python="3.11.1",
+    torch="2.13.0",
+    transformers="5.23.0",
+)
 
 
 def played_answer(

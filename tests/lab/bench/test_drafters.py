@@ -13,11 +13,9 @@ from typing import Any
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner
 
-from fakes.backend import build_tokenizer
-from fakes.played import FakeReference
+from fakes.played import MACHINE, FakeReference
 from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
@@ -38,26 +36,16 @@ from outrider.lab.bench.drafter_arms import (
 from outrider.lab.bench.drafters import report_of
 from outrider.lab.bench.figures import Measurement, RequestTrace, RunTrace, Workload
 from outrider.lab.cli.bench import bench
-from outrider.lab.report import Machine
 from outrider.lab.same_tokens import require_same
 from outrider.verifier_service.messages.draft import DraftSampling, Open
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.messages.wire import encode
-from tiny.models import make_checkpoint, random_sequences
+from tiny.models import random_sequences
 
 PROMPTS = tuple(tuple(sequence) for sequence in random_sequences((5, 9, 3)))
 WORKLOAD = Workload(prompts=PROMPTS, max_tokens=10, num_speculative_tokens=3)
 FOLDERS = {Method.DRAFT_MODEL: Path("/draft"), Method.MEDUSA: Path("/medusa")}
 BASE = ServiceConfig(model="/target", num_speculative_tokens=3)
-MACHINE = Machine(
-    cpu="Test CPU",
-    num_cores=2,
-    memory_bytes=8 << 30,
-    load_average=0.25,
-    python="3.11.1",
-    torch="2.13.0",
-    transformers="5.23.0",
-)
 NEAR, FAR = Place.NEAR, Place.FAR
 
 
@@ -261,17 +249,10 @@ def test_prompts_whose_tokens_differ_in_any_repeat_are_counted(monkeypatch: pyte
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A pair whose drafter is the target with one weight changed: often right, not always."""
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    make_checkpoint(target)
-    model = make_checkpoint(draft)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1 + 0.5 * torch.rand(model.lm_head.weight.shape, generator=torch.manual_seed(0)))
-    model.save_pretrained(draft)
-    build_tokenizer().save_pretrained(target)
-    (target / "prompts.jsonl").write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS))
-    return target, draft
+def folders(tiny_pair: tuple[Path, Path]) -> tuple[Path, Path]:
+    lines = (json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS)
+    (tiny_pair[0] / "prompts.jsonl").write_text("".join(lines))
+    return tiny_pair
 
 
 def ids_of(run: RunTrace) -> list[tuple[int, ...]]:

@@ -163,18 +163,9 @@ def test_assisted_drafts_are_counted_from_outputs() -> None:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> ServiceConfig:
-    """A pair whose drafter is the target with one weight changed: often right, not always."""
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    make_checkpoint(target)
-    model = make_checkpoint(draft)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1 + 0.5 * torch.rand(model.lm_head.weight.shape, generator=torch.manual_seed(0)))
-    model.save_pretrained(draft)
-    build_tokenizer().save_pretrained(target)
-    return ServiceConfig(
-        model=str(target), draft_model=str(draft), kv_cache_memory_bytes=1 << 20, max_model_len=64, seed=0
-    )
+def config(tiny_pair: tuple[Path, Path]) -> ServiceConfig:
+    target, draft = map(str, tiny_pair)
+    return ServiceConfig(model=target, draft_model=draft, kv_cache_memory_bytes=1 << 20, max_model_len=64, seed=0)
 
 
 def test_library_arms_make_the_tokens_of_plain_greedy_decoding(config: ServiceConfig) -> None:

@@ -10,6 +10,7 @@ import click
 import pytest
 from rich.console import Console
 
+from fakes.played import MACHINE
 from outrider.lab.bench.figures import (
     LIBRARY,
     LIBRARY_ASSISTED,
@@ -22,7 +23,6 @@ from outrider.lab.bench.figures import (
 )
 from outrider.lab.bench.report import THROUGHPUT_COLUMNS, footnotes, report_of
 from outrider.lab.cli.bench import report
-from outrider.lab.report import Machine
 from outrider.lab.same_tokens import Difference, Tally
 
 FIGURES = Figures(
@@ -37,15 +37,6 @@ FIGURES = Figures(
     num_empty_rounds=0,
 )
 SPECULATED = dataclasses.replace(FIGURES, acceptance_rate=0.62, mean_acceptance_length=3.48, num_empty_rounds=2)
-MACHINE = Machine(
-    cpu="Test CPU",
-    num_cores=2,
-    memory_bytes=8 << 30,
-    load_average=0.25,
-    python="3.11.1",
-    torch="2.13.0",
-    transformers="5.23.0",
-)
 
 
 def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shipped", **changes: object) -> Row:

@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from fakes.played import MACHINE
 from outrider.lab.replay.replay import COLUMNS, DatasetResult, replay, replay_file, report_of
 from outrider.lab.replay.traces import Figures, arms
-from outrider.lab.report import Machine
-
-MACHINE = Machine(
-    cpu="a CPU",
-    num_cores=2,
-    memory_bytes=8 << 30,
-    load_average=0.5,
-    python="3.11",
-    torch="2.13",
-    transformers="5.23",
-)
 
 
 @pytest.fixture
@@ -69,7 +59,7 @@ def test_the_page_names_the_machine_and_says_what_the_names_mean():
     figures.add(1, 2)
     result = DatasetResult(name="loops", num_requests=1, num_tokens=2, rows=[("recorded: eagle", figures)])
     page = report_of([result], MACHINE, 20).to_markdown()
-    assert "a CPU, 2 cores, 8 GiB" in page
+    assert "Test CPU, 2 cores, 8 GiB" in page
     assert "**loops: 1 requests, 2 generated tokens**" in page
     assert "| recorded: eagle | 2.000 |" in page
     assert "mean acceptance length  generated tokens / verifications" in page
