@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
