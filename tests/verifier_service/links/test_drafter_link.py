@@ -377,6 +377,8 @@ async def test_overflow_drops_the_link_and_its_frames_and_it_comes_back():
         assert "more than 10 frames" in link.last_error
         assert link.counters.num_lost_frames >= 11
         assert (await recorder.next()).is_up
+        link.send([encode(COMMIT)])
+        assert isinstance(await recorder.message(), Draft)
 
 
 async def test_a_dead_engine_takes_the_link_down():
