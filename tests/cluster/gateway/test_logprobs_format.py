@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from fakes.backend import SPACED_WORDS, spaced_tokenizer
 from outrider.cluster.common.errors import RequestFailed
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.cluster.gateway.text_codec import TextCodec
@@ -83,3 +84,12 @@ def test_what_is_not_a_number_is_an_error_in_every_shape(tokenizer):
         ):
             with pytest.raises(RequestFailed, match="not a number"):
                 shape(one)
+
+
+def test_of_two_tokens_with_one_text_the_likelier_is_shown():
+    """A letter, and its byte."""
+    codec = TextCodec(spaced_tokenizer())
+    letter, byte = SPACED_WORDS.index("a"), len(SPACED_WORDS) + ord("a")
+    one = TokenLogprobs(token_id=letter, logprob=-3.0, rank=2, top_token_ids=(byte,), top_logprobs=(-0.5,))
+    shown = completion_logprobs([ShownToken(id=letter, text="a", logprobs=one)], codec, num_top=1, first_offset=0)
+    assert shown["top_logprobs"] == [{"a": -0.5}]

@@ -19,7 +19,7 @@ from outrider.cluster.gateway.choice import WeightSpan
 from outrider.cluster.offline import weights_folder
 from outrider.cluster.offline.engine_thread import EngineEndedError
 from outrider.verifier_service.engine.engine import VerifierEngine
-from outrider.verifier_service.messages.engine import PauseGeneration
+from outrider.verifier_service.messages.engine import PauseGeneration, PauseMode
 from tiny.models import full_logits, make_model
 from tiny.refits import perturb
 
@@ -391,6 +391,17 @@ async def test_a_failure_ends_whatever_runs_and_what_comes_later(folders: dict[s
         with pytest.raises(EngineEndedError, match="a step broke"):
             await engine.pause()
     engine.close()
+
+
+async def test_a_call_that_a_failed_engine_has_not_answered_ends(folders: dict[str, Path], held: Hold):
+    with RolloutEngine(folders["old"], **OPTIONS) as engine:
+        sample = asyncio.create_task(anext(engine.generate(TEXTS[0], sampling=LONG)))
+        await held.reached()
+        call = engine._thread.call(PauseGeneration(call_id="", mode=PauseMode.WAIT))
+        held.is_broken.set()
+        with pytest.raises(EngineEndedError, match="a step broke"):
+            await asyncio.to_thread(call.result, 10.0)
+        await asyncio.gather(sample, return_exceptions=True)
 
 
 async def test_closing_the_engine_ends_what_runs(folders: dict[str, Path], held: Hold):
