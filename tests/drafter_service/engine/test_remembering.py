@@ -27,10 +27,10 @@ class Bench:
     def open(self, peer: str, token_ids: Sequence[int], history: History | None = HISTORY) -> None:
         self.engine.handle(peer, Open(request_id="r", sampling=GREEDY, token_ids=tuple(token_ids), history=history))
 
-    def found(self) -> tuple[int, ...]:
-        """Return what a new sample of the prompt is drafted."""
-        self.open("new", TOKENS[:4])
-        ask = Commit(request_id="r", round_id=1, position=4, token_ids=(), max_length=8)
+    def found(self, length: int = 4) -> tuple[int, ...]:
+        """Return what a new sample of the prompt is drafted after so many tokens."""
+        self.open("new", TOKENS[:length])
+        ask = Commit(request_id="r", round_id=1, position=length, token_ids=(), max_length=8)
         self.engine.handle("new", ask)
         ((_, draft),) = [item for item in self.engine.step() if not isinstance(item[1], Resync)]
         assert isinstance(draft, Draft)
@@ -45,6 +45,7 @@ def test_a_response_is_found_after_its_end_though_nothing_was_asked_for_it():
     assert bench.found() == ()
     bench.engine.handle("verifier", Close(request_id="r"))
     assert bench.found() == (22, 23)
+    assert bench.found(2) == (), "the prompt is no part of it"
 
 
 def test_the_next_verifier_finds_it_too():

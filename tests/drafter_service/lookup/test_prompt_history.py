@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.drafter_play import draft_after
-from outrider.drafter_service.engine.drafter import SessionKey
+from fakes.drafter_play import draft_after, key
 from outrider.drafter_service.lookup.prompt_history import PromptHistories, SavedHistories, SavedResponse
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
 from outrider.verifier_service.messages.draft import Draft, History
@@ -22,10 +21,6 @@ RESPONSE = [20, 21, 22, 23, 24, 25]
 
 def make(**limits: int) -> SuffixDrafter:
     return SuffixDrafter(vocab_size=1000, config=SuffixConfig(min_token_prob=0.0, **limits))
-
-
-def key(name: str) -> SessionKey:
-    return SessionKey("peer", name)
 
 
 def history(name: str, version: str = "") -> History:

@@ -5,17 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from fakes.drafter_play import KEY, draft_after, paths_of, play
-from outrider.drafter_service.engine.drafter import SessionKey
+from fakes.drafter_play import KEY, draft_after, key, paths_of, play
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
 
 
 def make(**limits: float) -> SuffixDrafter:
     return SuffixDrafter(vocab_size=1000, config=SuffixConfig(**limits))  # type: ignore[arg-type]
-
-
-def key(name: str) -> SessionKey:
-    return SessionKey("peer", name)
 
 
 def finish(drafter: SuffixDrafter, prompt: list[int], response: list[int], name: str = "past", salt: str = "") -> None:

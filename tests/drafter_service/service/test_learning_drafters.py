@@ -289,21 +289,6 @@ def test_a_worse_draft_model_scores_less_and_a_better_one_more(root: Path) -> No
     assert [counts.version for counts in service.client.learning.report().versions] == ["v1", "v0"]
 
 
-@pytest.mark.parametrize("method", HEADS[:2], ids=str)
-def test_a_head_goes_back_to_the_folder_that_it_started_with(root: Path, method: Method) -> None:
-    def chains(client: LearningClient) -> list[tuple[int, ...]]:
-        return [draft.token_ids for draft in client.drafts]
-
-    spec = spec_of(root, method)
-    fresh, service = Service(spec), Service(spec)
-    texts = fresh.run()
-    for folder in (checkpoint(root, method, 1), Path(spec.model.path)):
-        told = UpdateDraftWeights(call_id="u", folder=str(folder), weight_version=folder.name)
-        assert service.client.control.handle(told).error is None
-    assert service.run() == texts
-    assert chains(service.client) == chains(fresh.client)
-
-
 def test_a_shadows_kv_is_bounded_and_it_does_not_run_ahead(root: Path) -> None:
     spec = spec_of(root, Method.DRAFT_MODEL, num_ranks=2, ahead_branches=4)
     shadow: Any = build_shadow(replace(spec, model=replace(spec.model, kv_cache_memory_bytes=1 << 40)), "")

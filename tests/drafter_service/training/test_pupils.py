@@ -348,34 +348,6 @@ def rows_of(logits, counted=True):
     )
 
 
-def test_divergence_by_hand_and_zero_for_the_targets_own_rows():
-    target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.0, 0.75]]]).log()
-    law = rows_of(target).law(None)
-    assert Objective.CE.mean_loss(law.beside(target.clamp_min(-50), 0)).item() == pytest.approx(0.0, abs=1e-5)
-    draft = torch.tensor([[[0.25, 0.0, 0.75]]]).log().clamp_min(-50)
-    expected = 0.25 * torch.tensor(0.25 / 0.25).log() + 0.75 * torch.tensor(0.75 / 0.75).log()
-    assert Objective.CE.mean_loss(law.beside(draft, 1)).item() == pytest.approx(expected.item(), abs=1e-5)
-    even = torch.zeros(1, 1, 3)
-    entropy = -(0.25 * torch.tensor(0.25).log() + 0.75 * torch.tensor(0.75).log())
-    assert Objective.CE.mean_loss(law.beside(even, 1)).item() == pytest.approx(
-        (torch.tensor(3.0).log() - entropy).item(), abs=1e-5
-    )
-
-
-def test_each_position_is_held_against_its_own_row_and_weighs_less_than_the_one_before():
-    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
-    law = rows_of(logits).law(None)
-    right = [logits[:, 1:4], logits[:, 2:5], logits[:, 3:6]]
-    assert draft_loss(right, law).item() == pytest.approx(0.0, abs=1e-6)
-    wrong = torch.zeros(1, 3, 4)
-    losses = [
-        draft_loss([*right[:position], wrong, *right[position + 1 :]], law).item()
-        / Objective.CE.mean_loss(law.beside(wrong, FIRST_DRAFTED_ROW + position)).item()
-        for position in range(3)
-    ]
-    assert losses == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])
-
-
 def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
     target = torch.tensor([[[0.2, 0.2, 0.6], [0.3, 0.6, 0.1]]]).log()
     law = rows_of(target).law(torch.tensor([0, 1]))
