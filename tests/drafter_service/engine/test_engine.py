@@ -24,7 +24,8 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.link import MAX_REQUEST_ID_CHARS
 from outrider.verifier_service.messages.wire import decode, encode
-from tiny.scripted_drafter import VOCAB_SIZE, Clock, ScriptedDrafter, say, scripted_engine
+from support.clock import Clock
+from tiny.scripted_drafter import VOCAB_SIZE, ScriptedDrafter, say, scripted_engine
 from tiny.scripted_drafter import commit as committing
 from tiny.scripted_drafter import open_ as opening
 

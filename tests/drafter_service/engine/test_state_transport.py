@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
@@ -41,18 +41,11 @@ from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 30.0
 WIDTH = 2
 PROMPT = (4, 8, 15)
 ROUTE = TensorRoute(transport="gloo", store="nowhere:1", group="v/1/1")
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "what was waited for does not come"
-        time.sleep(0.001)
 
 
 class SumDrafter:
@@ -129,7 +122,7 @@ class Scene:
 
     def hear_some(self) -> list[tuple[str, Any]]:
         heard: list[tuple[str, Any]] = []
-        until(lambda: heard.extend(self.hear()) or heard)
+        wait_until(lambda: heard.extend(self.hear()) or heard)
         return heard
 
 
@@ -185,7 +178,7 @@ def test_states_of_one_session_come_in_several_tensors_and_as_bytes_between():
     scene.say(open_(), states(tensor=1), inline, states(tensor=2, position=3, num_bytes=8))
     scene.say(commit(tokens=(1, 1)))
     scene.pair.put(1, floats(1, 2, 3, 4))
-    until(lambda: scene.transport.collect() or scene.transport.num_held == 2)
+    wait_until(lambda: scene.transport.collect() or scene.transport.num_held == 2)
     assert scene.hear() == []
     scene.pair.put(2, floats(0, 7))
     assert scene.hear_some() == [("r", (117,))]
@@ -207,7 +200,7 @@ def test_a_channel_that_fails_resyncs_the_sessions_that_wait_and_no_other():
     scene.say(open_("a"), states("a"), commit("a"), open_("b"), states("b", tensor=2), open_("c"), commit("c"))
     scene.pair.put(1, None)
     heard = scene.hear_some() + scene.hear()
-    until(lambda: heard.extend(scene.hear()) or len(heard) >= 3)
+    wait_until(lambda: heard.extend(scene.hear()) or len(heard) >= 3)
     assert sorted(heard) == [("a", True), ("b", True), ("c", (0,))]
     assert scene.transport.num_held == 0
     scene.say(open_("a"), states("a", tensor=3))
@@ -235,7 +228,7 @@ def test_what_arrived_before_a_failure_is_not_lost():
     scene.pair.put(1, floats(1, 2, 3, 4))
     scene.pair.put(2, None)
     heard: list[tuple[str, Any]] = []
-    until(lambda: heard.extend(scene.hear()) or len(heard) == 2)
+    wait_until(lambda: heard.extend(scene.hear()) or len(heard) == 2)
     assert sorted(heard) == [("a", (10,)), ("b", True)]
 
 
@@ -302,7 +295,7 @@ class Loop:
         )
         self.pipe.send_bytes(encode(PeerState(peer="d", is_up=True, tensors=route)))
         self.drafts.feed(PeerState(peer="d", is_up=True, tensors=route))
-        until(lambda: senders[0].is_connected)
+        wait_until(lambda: senders[0].is_connected)
         return senders[0]
 
     def say(self, *messages: VerifierMessage) -> list[VerifierMessage]:

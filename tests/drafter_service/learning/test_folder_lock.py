@@ -8,6 +8,7 @@ import time
 import pytest
 
 from outrider.drafter_service.learning.folder_lock import own_folder
+from support.clock import Clock
 
 
 def hold(folder, is_held):
@@ -16,19 +17,11 @@ def hold(folder, is_held):
         time.sleep(600.0)
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-
-
 def test_a_folder_that_is_held_is_refused_by_name_after_a_while(tmp_path):
     clock = Clock()
     with own_folder(tmp_path / "pool"), own_folder(tmp_path / "other"):
         with pytest.raises(ValueError, match=r"learner: folder: .*pool is another learner's"):
-            own_folder(tmp_path / "pool", clock=lambda: clock.now_s, sleep=clock.sleep).__enter__()
+            own_folder(tmp_path / "pool", clock=clock, sleep=clock.sleep).__enter__()
         assert clock.now_s == pytest.approx(10.0, abs=0.2)
     with own_folder(tmp_path / "pool", patience_s=0.0):
         assert (tmp_path / "pool").is_dir()

@@ -42,6 +42,7 @@ from outrider.verifier_service.messages.link import (
     vocab_fingerprint,
 )
 from outrider.verifier_service.messages.wire import decode, encode
+from support.waiting import until
 from tiny.drafters import model_drafter
 
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=97, vocab_fingerprint="abc", max_draft_length=8, max_model_len=64)
@@ -135,12 +136,6 @@ async def calling(address: str, hello: Any = HELLO, **frame: Any) -> AsyncIterat
 async def read_to_the_end(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.contextmanager
