@@ -15,16 +15,13 @@ from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
-    ROOT,
     Draft,
     DraftNeeds,
     DraftSampling,
     SparseRow,
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sparse_rows import quantised_rows
-from tiny.drafting.methods import CASES, WIDE, Case
-from tiny.verified import target_probs
+from tiny.drafting.methods import CASES, WIDE, Case, grown_by_hand, probs_after, require_rows
 
 SAMPLED = DraftSampling(temperature=0.9, top_p=0.95)
 MODES = [pytest.param(mode, id=name) for name, mode in (("greedy", GREEDY), ("seeded", SEEDED), ("drawn", SAMPLED))]
@@ -50,13 +47,6 @@ def holds_text(case: Case) -> bool:
 # --- the law ---
 
 
-def probs_after(case: Case, ask: Ask, path: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """Return what a method says of the token after a drafted path: float32 [vocab_size]."""
-    assert case.law is not None
-    logits = case.law(ask, path)[:vocab_size]
-    return logits.softmax(dim=0) if ask.sampling is GREEDY else target_probs(logits[None], [ask.sampling])[0]
-
-
 def expected_token(case: Case, ask: Ask, path: Sequence[int], vocab_size: int) -> int:
     """Return the likeliest token after a drafted path, with a seed that under the target's own noise."""
     probs, sampling = probs_after(case, ask, path, vocab_size), ask.sampling
@@ -71,24 +61,6 @@ def expected_chain(case: Case, ask: Ask, vocab_size: int) -> tuple[int, ...]:
     while len(chain) < min(ask.length, case.num_guesses):
         chain.append(expected_token(case, ask, chain, vocab_size))
     return tuple(chain)
-
-
-def require_rows(case: Case, ask: Ask, draft: Draft, vocab_size: int) -> None:
-    """Every row is the law after its path, and the tokens after it are in it; a forced token's is that token."""
-    paths = [(), *map(tuple, paths_of(draft))]
-    parents = range(ROOT, len(paths) - 2) if draft.parents is None else draft.parents
-    assert draft.draft_probs is not None
-    for parent, row in zip(dict.fromkeys(parents), draft.draft_probs, strict=True):
-        path = paths[parent + 1]
-        found = dict(zip(row.token_ids, row.weights, strict=True))
-        children = [token for token, of_node in zip(draft.token_ids, parents, strict=True) if of_node == parent]
-        assert set(children) <= found.keys()
-        if len(path) < len(ask.forced_ids):
-            assert found == {ask.forced_ids[len(path)]: DRAFT_PROB_SCALE}
-            continue
-        ids, weights = quantised_rows(probs_after(case, ask, path, vocab_size)[None], case.top_n)
-        law = {id_: weight for id_, weight in zip(ids[0].tolist(), weights[0].tolist(), strict=True) if weight}
-        assert found == pytest.approx(law, abs=12)
 
 
 @pytest.mark.parametrize("forced", [(), (3, 5)], ids=["free", "forced"])
@@ -133,6 +105,22 @@ def test_a_tree_is_the_best_part_of_all_continuations(case: Case, sampling: Draf
     assert set(paths) == set(best)
     assert draft.confidences == pytest.approx([chances[path] for path in paths], abs=1e-4)
     assert draft.draft_probs is None
+
+
+@pytest.mark.parametrize(("length", "max_nodes"), [(4, 9), (3, 6), (5, 5)])
+@of(lambda case: case.law and case.draws_trees and case.branching == WIDE.branching)
+def test_a_tree_is_what_computing_each_path_alone_would_grow(case: Case, length: int, max_nodes: int) -> None:
+    ask = case.asks(length=length, max_nodes=max_nodes)[0]
+    drafter = case.make(trees=WIDE)
+    draft = draft_of(drafter, ask)
+
+    def logits_after(context: list[int]) -> torch.Tensor:
+        assert case.law is not None
+        return case.law(ask, context[len(ask.token_ids) :])
+
+    grown = grown_by_hand(ask, WIDE, logits_after, drafter.vocab_size).chosen()
+    assert (draft.token_ids, draft.parents) == (grown.token_ids, grown.parents)
+    assert draft.confidences == pytest.approx(grown.confidences, abs=1e-4)
 
 
 @pytest.mark.parametrize("forced", [(), (3,)], ids=["free", "forced"])
@@ -292,7 +280,10 @@ def test_a_draft_follows_from_its_text_whatever_was_drafted_before(case: Case) -
         return draft.token_ids
 
     for num_accepted in (0, 1, 3, 4):
-        prompt += [*drafted(prompt)[:num_accepted], 1]
+        chain = drafted(prompt)
+        if case.drafts_trees:  # whose nodes leave nothing behind
+            draft_of(drafter, case.ask(prompt, ask_id=next(ids), length=3, max_nodes=6))
+        prompt += [*chain[:num_accepted], 1]
     drafted(prompt)
     drafted(prompt)  # again, at the same place
     drafted([*prompt[:4], 6, 5])  # another text from here on

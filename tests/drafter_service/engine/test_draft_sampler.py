@@ -17,7 +17,7 @@ from outrider.drafter_service.engine.draft_sampler import (
 )
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
-from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from tiny.drafted import draft_tokens
 from tiny.played_graphs import HostReads
 from tiny.verified import target_probs
@@ -51,27 +51,11 @@ def test_greedy_takes_the_argmax_and_sends_no_row() -> None:
     assert draft_tokens(logits, samplings, [4, 4], generator(), vocab_size=3) == [(1, None), (0, None)]
 
 
-def test_a_seed_gives_the_targets_own_choice() -> None:
-    logits = random_logits(50, 40)
-    expected = coupled_choice(target_probs(logits, [SEEDED] * 50), gumbel_noise(11, 2, torch.arange(9, 59), 40, "cpu"))
-    drafted = draft_tokens(logits, [SEEDED] * 50, range(9, 59), generator(), vocab_size=40)
-    assert drafted == [(token_id, None) for token_id in expected.tolist()]
-
-
 def test_a_padded_vocabulary_changes_no_seeded_choice() -> None:
     logits = random_logits(20, 40)
     padded = torch.cat([logits, torch.full((20, 8), 50.0)], dim=1)
     of = [draft_tokens(rows, [SEEDED] * 20, range(20), generator(), vocab_size=40) for rows in (logits, padded)]
     assert of[0] == of[1]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SEEDED])
-def test_ids_beyond_the_shared_vocabulary_are_never_proposed(sampling: DraftSampling) -> None:
-    logits = torch.zeros(200, 12)
-    logits[:, 8:] = 30.0
-    for token_id, row in draft_tokens(logits, [sampling] * 200, range(200), generator(), vocab_size=8):
-        assert token_id < 8
-        assert row is None or max(row.token_ids) < 8
 
 
 @pytest.mark.parametrize("top_n", [1, 4, 32])
@@ -128,20 +112,6 @@ def children_of(logits: torch.Tensor, sampling: DraftSampling, num_children: int
     return draft_children(
         logits, rows, range(num_rows), generator(), vocab_size=vocab_size, num_children=num_children, **options
     )
-
-
-def test_greedy_siblings_are_the_largest_logits_with_their_probabilities() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
-    [found] = children_of(logits, GREEDY, 3)
-    assert (found.token_ids, found.row) == ((1, 3, 2), None)
-    assert found.probs == pytest.approx(logits.softmax(dim=1)[0, [1, 3, 2]].tolist())
-
-
-def test_unseeded_siblings_as_point_masses_are_the_likeliest_of_their_law() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    [found] = children_of(logits, DraftSampling(temperature=0.5, top_k=2), 3)
-    assert (found.token_ids, found.row) == ((1, 3), None), "top_k leaves two"
-    assert found.probs == pytest.approx(torch.tensor([6.0, 4.0]).softmax(dim=0).tolist())
 
 
 def test_seeded_siblings_are_ranked_under_the_targets_noise() -> None:

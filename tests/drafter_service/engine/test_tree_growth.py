@@ -20,8 +20,6 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow
 
-HALF = DRAFT_PROB_SCALE // 2
-
 
 def masses(*pairs: tuple[int, float]) -> Children:
     return Children(token_ids=tuple(token for token, _ in pairs), probs=tuple(prob for _, prob in pairs))
@@ -36,21 +34,6 @@ def grow_with(growth: Growth, law: dict[tuple[int, ...], Children]) -> None:
     """Grow to the end, each node's children looked up by its path."""
     while growth.frontier:
         growth.grow([law[tuple(growth.tree.path(node))] for node in growth.frontier])
-
-
-def test_best_first_by_hand() -> None:
-    growth = BestFirstGrowth([], depth=3, max_nodes=4, branching=2)
-    growth.grow([masses((1, 0.7), (2, 0.2))])
-    assert growth.frontier == [0, 1]
-    growth.grow([masses((3, 0.6), (4, 0.3)), masses((5, 0.9), (6, 0.1))])  # 0.42 0.21 0.18 0.02
-    assert [growth.tree.path(node) for node in growth.frontier] == [[1, 3], [1, 4]], "the best four are 1, 13, 14, 2"
-    growth.grow([masses((7, 0.4), (8, 0.3)), masses((9, 1.0), (10, 0.0))])  # 0.168 0.126 0.21 0
-    assert growth.frontier == []
-    chosen = growth.chosen()
-    assert chosen.token_ids == (1, 3, 4, 9)
-    assert chosen.parents == (ROOT, 0, 0, 2)
-    assert chosen.confidences == (0.7, 0.6, 0.3, 1.0)
-    assert growth.rows() == ()
 
 
 def test_the_beam_limits_how_many_get_children() -> None:
@@ -163,34 +146,6 @@ def test_surplus_children_are_left_out() -> None:
     growth.grow([drawn(2, 1)])
     growth.grow([drawn(2, 1)])
     assert growth.chosen().token_ids == (2, 2)
-
-
-def test_forced_tokens_come_first_and_are_certain() -> None:
-    growth = DrawnGrowth([8, 9], depth=4, max_nodes=4, branching=1, has_rows=True)
-    assert growth.frontier == [1]
-    growth.grow([drawn(1)])
-    growth.grow([drawn(2)])
-    assert growth.chosen().token_ids == (8, 9, 1, 2)
-    assert growth.chosen().confidences[:2] == (1.0, 1.0)
-    assert growth.rows()[0] == SparseRow(token_ids=(8,), weights=(DRAFT_PROB_SCALE,))
-    assert len(growth.rows()) == 4
-
-
-def test_forced_tokens_count_among_the_nodes() -> None:
-    growth = DrawnGrowth([8], depth=4, max_nodes=3, branching=2, has_rows=True)
-    while growth.frontier:
-        growth.grow([drawn(1, 2)] * len(growth.frontier))
-    assert len(growth.chosen().token_ids) == 3
-
-
-@pytest.mark.parametrize("has_rows", [False, True])
-def test_a_draft_may_be_forced_from_end_to_end(has_rows: bool) -> None:
-    drawn_growth = DrawnGrowth([8, 9, 7], depth=2, max_nodes=2, branching=1, has_rows=has_rows)
-    best_growth = BestFirstGrowth([8, 9, 7], depth=2, max_nodes=5, branching=2)
-    for growth in (drawn_growth, best_growth):
-        assert growth.frontier == []
-        assert growth.chosen().token_ids == (8, 9)
-    assert len(drawn_growth.rows()) == (2 if has_rows else 0)
 
 
 def test_stem_and_nodes_to_compute_by_hand() -> None:

@@ -16,7 +16,7 @@ from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from tiny.drafters import eagle_drafter
-from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
+from tiny.heads import VOCAB_SIZE, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 from tiny.played_graphs import played_backend
 
 PROMPT = [5, 17, 3, 40, 22, 9, 31]
@@ -107,70 +107,6 @@ def test_states_that_are_late_are_bridged_by_its_own(num_known: int) -> None:
 
 
 # trees
-
-
-def slow_tree(
-    head: DraftHead, tokens: Sequence[int], length: int, max_nodes: int, width: int
-) -> dict[tuple[int, ...], float]:
-    """Return the best paths by score: every level's best expanded, nothing pruned, nothing batched."""
-    beam = max(width, -(-max_nodes // length))
-    root = SlowDrafting([head], tokens, states_of(tokens, head))
-    scores: dict[tuple[int, ...], float] = {}
-    level: list[tuple[tuple[int, ...], float, SlowDrafting]] = [((), 1.0, root)]
-    for depth in range(length):
-        added = []
-        for path, score, drafting in level:
-            values, ids = drafting.logits.softmax(dim=0).topk(width)
-            for value, token_id in zip(values.tolist(), ids.tolist(), strict=True):
-                scores[*path, token_id] = score * value
-                added.append(((*path, token_id), score * value, drafting))
-        level = []
-        for path, score, parent in sorted(added, key=lambda item: -item[1])[:beam]:
-            drafting = parent.copy()
-            drafting.step(path[-1], parent.feedback, len(tokens) - 1 + depth)
-            level.append((path, score, drafting))
-    best = sorted(scores.items(), key=lambda item: -item[1])[:max_nodes]
-    return dict(best)
-
-
-def paths_of(result: Draft) -> dict[tuple[int, ...], float]:
-    assert result.parents is not None
-    assert result.confidences is not None
-    paths: list[tuple[int, ...]] = []
-    scores: dict[tuple[int, ...], float] = {}
-    for token_id, parent, confidence in zip(result.token_ids, result.parents, result.confidences, strict=True):
-        above = () if parent == ROOT else paths[parent]
-        paths.append((*above, token_id))
-        scores[paths[-1]] = confidence * scores.get(above, 1.0)
-    assert len(set(paths)) == len(paths), "a node twice"
-    return scores
-
-
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize(("length", "max_nodes"), [(1, 4), (4, 12), (3, 40), (5, 5)])
-def test_a_tree_holds_the_best_paths_of_the_reference(kind: str, length: int, max_nodes: int) -> None:
-    head = HEADS[kind]()
-    sessions = Sessions(drafter_of(head, trees=TreeConfig(branching=4)), head)
-    (result,) = sessions.run(sessions.ask(PROMPT, length, max_nodes=max_nodes), budget=256)
-    expected = slow_tree(head, PROMPT, length, max_nodes, width=4)
-    found = paths_of(result)
-    assert found.keys() == expected.keys()
-    for path, score in expected.items():
-        assert found[path] == pytest.approx(score, abs=1e-5)
-
-
-def test_trees_and_chains_of_several_sessions_share_forwards_and_leave_their_kv_alone() -> None:
-    head = eagle3_head()
-    sessions = Sessions(drafter_of(head, trees=TreeConfig(branching=4)), head)
-    prompts = [PROMPT, [3, 1, 4, 1, 5], [*range(20, 40)]]
-    for round_ in range(3):
-        asks = [sessions.ask(prompt, 3, name=str(i), max_nodes=10 * (i != 1)) for i, prompt in enumerate(prompts)]
-        tree, chain, late = sessions.run(*asks, budget=256)
-        assert paths_of(tree).keys() == slow_tree(head, prompts[0], 3, 10, width=4).keys()
-        assert list(chain.token_ids) == greedy_chain([head], prompts[1], states_of(prompts[1], head), 3)
-        assert paths_of(late).keys() == slow_tree(head, prompts[2], 3, 10, width=4).keys()
-        results = (tree, chain, late)
-        prompts = [[*prompt, *result.token_ids[:1], round_] for prompt, result in zip(prompts, results, strict=True)]
 
 
 def test_a_draft_that_lost_its_kv_half_way_goes_on_as_if_nothing_had_been() -> None:

@@ -48,71 +48,6 @@ def random_pairs(head: DraftHead, lengths: tuple[int, int]) -> tuple[list[list[i
     return tokens, [torch.randn(length, head.state_size, generator=rng) for length in lengths]
 
 
-@torch.no_grad()
-def dense(head: DraftHead, tokens: list[int], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    output, feedback = head(torch.tensor([tokens]), head.combine(states)[None], torch.arange(len(tokens))[None])
-    return head.in_target_ids(head.logits(output))[0], feedback[0]
-
-
-@pytest.mark.parametrize("make", [eagle_head, eagle3_head, mtp_head])
-def test_pairs_in_chunks_over_scattered_blocks_are_whole_sequences(make: type[DraftHead]) -> None:
-    head = make()
-    runner = runner_of(head)
-    tokens, states = random_pairs(head, (11, 9))
-    logits: list[list[torch.Tensor]] = [[], []]
-    feedback: list[list[torch.Tensor]] = [[], []]
-    for spans in ([range(5), range(2)], [range(5, 6), range(2, 9)], [range(6, 11), range(8, 9)]):
-        parts = [states[i][spans[i].start : spans[i].stop] for i in range(2)]
-        rows = runner.execute(batch_of(spans, tokens), runner.combine(torch.cat(parts)))
-        sizes = [len(span) for span in spans]
-        for i, (one, other) in enumerate(zip(rows.logits.split(sizes), rows.feedback.split(sizes), strict=True)):
-            logits[i].append(one)
-            feedback[i].append(other)
-    for i in range(2):
-        expected_logits, expected_feedback = dense(head, tokens[i], states[i])
-        drop = -1 if i == 1 else None  # the second sequence's last pair was computed twice
-        torch.testing.assert_close(torch.cat(logits[i])[:drop], expected_logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(torch.cat(feedback[i])[:drop], expected_feedback, atol=1e-4, rtol=1e-4)
-
-
-def test_only_the_wanted_pairs_are_returned() -> None:
-    head = eagle3_head()
-    runner = runner_of(head)
-    tokens, states = random_pairs(head, (6, 4))
-    batch = batch_of([range(6), range(4)], tokens)
-    everything = runner.execute(batch, runner.combine(torch.cat(states)))
-    batch.logits_indices[:] = [9, 2]
-    rows = runner.execute(batch, runner.combine(torch.cat(states)))
-    torch.testing.assert_close(rows.logits, everything.logits[[9, 2]])
-    torch.testing.assert_close(rows.feedback, everything.feedback[[9, 2]])
-    assert rows.logits.shape == (2, VOCAB_SIZE)
-
-
-def test_a_tree_is_all_its_paths_at_once() -> None:
-    head = eagle3_head()
-    runner = runner_of(head)
-    tokens, states = random_pairs(head, (4, 3))
-    runner.execute(batch_of([range(4), range(3)], tokens), runner.combine(torch.cat(states)))
-    parents = [-1, -1, 0, 1, 1, 3]
-    depths = [0, 0, 1, 1, 1, 2]
-    node_tokens = [7, 8, 9, 10, 11, 12]
-    node_hidden = torch.randn(6, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
-    batch = batch_of([range(4, 10), range(3, 4)], [tokens[0] + node_tokens, [*tokens[1], 5]], trees=[parents, []])
-    batch.positions[:6] = [4 + depth for depth in depths]
-    extra = torch.randn(1, HIDDEN_SIZE, generator=torch.Generator().manual_seed(9))
-    rows = runner.execute(batch, torch.cat([node_hidden, extra]))
-    for node in range(6):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        hidden = torch.cat([head.combine(states[0]), node_hidden[path]])
-        with torch.no_grad():
-            path_tokens = torch.tensor([tokens[0] + [node_tokens[i] for i in path]])
-            output, _ = head(path_tokens, hidden[None], torch.arange(len(hidden))[None])
-        expected = head.in_target_ids(head.logits(output))[0, -1]
-        torch.testing.assert_close(rows.logits[node], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_parameter_sets_share_the_keys_and_values() -> None:
     heads = [eagle3_head(1), eagle3_head(2)]
     runner = runner_of(*heads)
@@ -185,26 +120,6 @@ def step_batches(tokens: list[list[int]]) -> list[ScheduledBatch]:
     tree.positions[:6] = [6, 6, 7, 7, 7, 8]
     tree.logits_indices[:] = [5, 2, 6]
     return [batch_of(spans, tokens) for spans in ([range(5), range(2)], [range(5, 6), range(2, 8)])] + [tree]
-
-
-@pytest.mark.parametrize("make", [eagle_head, eagle3_head, mtp_head])
-def test_captured_steps_of_a_head_are_the_eager_ones(make: type[DraftHead]) -> None:
-    head = make()
-    eager = runner_of(head)
-    captured = HeadRunner(
-        SwitchedHeads([head]), num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32, backend=played_backend()
-    )
-    rng = torch.Generator().manual_seed(6)
-    tokens = [torch.randint(VOCAB_SIZE, (12,), generator=rng).tolist() for _ in TABLES]
-    batches = step_batches(tokens)
-    for batch in [*batches, batches[1], batches[2]]:
-        hidden = torch.randn(batch.num_tokens, HIDDEN_SIZE, generator=rng)
-        expected, got = eager.execute(batch, hidden), captured.execute(batch, hidden)
-        torch.testing.assert_close(got.logits, expected.logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(got.feedback, expected.feedback, atol=1e-4, rtol=1e-4)
-    assert captured.graph_counts.num_replayed == 5
-    assert captured.graph_counts.num_graphs == 2
-    assert not captured.graph_counts.eager
 
 
 def test_what_follows_a_pair_outlasts_the_next_captured_step() -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,23 +13,19 @@ from hypothesis import strategies as st
 from exactness.small_engines import load
 from fakes.drafter_play import DRAWN, GREEDY, SEEDED, ask_of, drafts_of, key
 from fakes.runner import FakeRunner, NoisyRunner, continuation, noisy_row
-from outrider.drafter_service.engine.draft_sampler import launch_children, read_children
-from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
+from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import (
-    DRAFT_PROB_SCALE,
     ROOT,
     Draft,
     DraftSampling,
 )
-from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.drafters import model_drafter
+from tiny.drafting.methods import CASES, grown_by_hand, require_rows
 from tiny.models import full_logits, make_model, random_sequences
-from tiny.verified import target_probs
 
 
 def generator() -> torch.Generator:
@@ -158,34 +154,8 @@ def answers(drafter: PagedDrafter[Any], asks: Sequence[Ask], budget: int = 64) -
     return {draft.request_id: draft for draft in drafts_of(drafter, *asks, budget=budget)}
 
 
-def grown_by_hand(
-    ask: Ask,
-    trees: TreeConfig,
-    logits_of: Callable[[list[int]], torch.Tensor] = logits_after,
-    vocab_size: int = VOCAB_SIZE,
-) -> Growth:
-    """Grow the same draft with a model that computes every path from its beginning, one node at a time."""
-    growth = start_growth(ask, trees, vocab_size=vocab_size)
-    while growth.frontier:
-        found = []
-        for node in growth.frontier:
-            context = [*ask.token_ids, *growth.tree.path(node)]
-            launched = launch_children(
-                logits_of(context)[None],
-                [ask.sampling],
-                [len(context)],
-                generator(),
-                vocab_size=vocab_size,
-                num_children=growth.num_children,
-                sampled=growth.is_drawn,
-            )
-            found += read_children(launched)
-        growth.grow(found)
-    return growth
-
-
 def assert_point_masses_are_right(ask: Ask, result: Draft, trees: TreeConfig) -> None:
-    expected = grown_by_hand(ask, trees).chosen()
+    expected = grown_by_hand(ask, trees, logits_after, VOCAB_SIZE).chosen()
     assert result.token_ids == expected.token_ids
     assert result.parents == (expected.parents if ask.max_nodes else None)
     assert result.confidences == pytest.approx(expected.confidences, abs=1e-6)
@@ -193,24 +163,7 @@ def assert_point_masses_are_right(ask: Ask, result: Draft, trees: TreeConfig) ->
 
 
 def assert_rows_are_right(ask: Ask, result: Draft) -> None:
-    """Every row is the law after its path, every child is in its row, and none is missing."""
-    parents = result.parents or tuple(range(-1, len(result.token_ids) - 1))
-    assert result.draft_probs is not None
-    with_children = list(dict.fromkeys(parents))
-    tree = DraftTree()
-    for token_id, parent in zip(result.token_ids, parents, strict=True):
-        tree.add(parent, token_id, 1.0)
-    for parent, row in zip(with_children, result.draft_probs, strict=True):
-        children = [token for token, of in zip(result.token_ids, parents, strict=True) if of == parent]
-        assert len(set(children)) == len(children)
-        assert set(children) <= set(row.token_ids)
-        law = target_probs(logits_after([*ask.token_ids, *tree.path(parent)])[None], [ask.sampling])
-        ids, weights = quantised_rows(law, 32)
-        expected = {id_: weight for id_, weight in zip(ids[0].tolist(), weights[0].tolist(), strict=True) if weight}
-        forced_next = ask.forced_ids[len(tree.path(parent)) :][:1]
-        assert dict(zip(row.token_ids, row.weights, strict=True)) == (
-            {forced_next[0]: DRAFT_PROB_SCALE} if forced_next else expected
-        )
+    require_rows(replace(CASES["draft_model"], top_n=32), ask, result, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # full attention, and a window of 8
@@ -240,7 +193,7 @@ def test_a_tree_that_outgrows_the_pool_stops_at_a_level():
     ask_ = tree_ask([1, 2, 3, 4, 5], length=4, max_nodes=12)
     drafter = drafter_over(runner)
     result = answers(drafter, [ask_])["r"]
-    full = grown_by_hand(dataclasses.replace(ask_, length=2), TreeConfig(branching=3)).chosen()
+    full = grown_by_hand(replace(ask_, length=2), TreeConfig(branching=3), logits_after, VOCAB_SIZE).chosen()
     assert result.token_ids == full.token_ids, "two levels: six nodes under the first three do not fit"
     never = tree_ask(list(range(9)), length=4, max_nodes=12, ask_id=2)
     assert answers(drafter, [never])["r"].token_ids == ()

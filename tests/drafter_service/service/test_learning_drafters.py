@@ -437,24 +437,6 @@ def test_the_loop_sends_samples_at_once_and_counts_with_the_load(root: Path) -> 
         assert loop.last(lambda update: (update.versions, update.samples)) == ((), ())
 
 
-def test_the_loop_drafts_in_the_shadow_while_nothing_is_asked(root: Path) -> None:
-    spec = spec_of(root, Method.DRAFT_MODEL)
-    with looping(LearningClient(spec, None)) as loop:
-        loop.say(replace(ALL, shadow_version="v0 again", shadow_share=1.0))
-        text = tuple(PROMPTS[0])
-        loop.say(Open(request_id="r", sampling=DraftSampling(temperature=0.0), token_ids=text))
-        ask = Commit(request_id="r", round_id=1, position=len(text), token_ids=(), max_length=4)
-        loop.say(ask)
-        loop.hear_until(lambda: any(update.relays for update in loop.updates))
-        shadow: Any = loop.client.learning._shadow
-        loop.hear_until(lambda: not shadow.has_work())
-        (relay,) = [relay for update in loop.updates for relay in update.relays]
-        loop.say(replace(ask, round_id=2, token_ids=decode(relay.payload, (Draft,)).token_ids, max_length=0))
-        loop.hear_until(lambda: loop.last(lambda update: update.trial and update.trial.num_rounds))
-        trial = loop.last(lambda update: update.trial)
-        assert (trial.serving_score, trial.shadow_score, trial.squared_difference) == (4, 4, 0)
-
-
 class Busy(DraftEngine):
     """An engine that can always run ahead."""
 

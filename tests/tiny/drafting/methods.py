@@ -10,13 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 
-from fakes.drafter_play import ask_of, key
+from fakes.drafter_play import GREEDY, ask_of, key, paths_of
 from fakes.plugin_drafters import FakeDrafter
 from fakes.runner import NoisyRunner, noisy_row
+from outrider.drafter_service.engine.draft_sampler import launch_children, read_children
 from outrider.drafter_service.engine.drafter import Ask, Drafter
-from outrider.drafter_service.engine.tree_growth import TreeConfig
+from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
@@ -34,11 +36,14 @@ from outrider.drafter_service.plugin import PluginContext
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
 from outrider.drafter_service.service.plugin_drafter import PluginDrafter
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
+from outrider.verifier_service.sampling.sparse_rows import quantised_rows
 from tiny.dflash import dflash_head, slow_block
 from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
 from tiny.drafting.self_drafting import EXIT_LAYER, TinyTarget
 from tiny.heads import SlowDrafting, eagle3_head, eagle_head, mtp_head, states_of
 from tiny.models import full_logits
+from tiny.verified import target_probs
 
 PROMPTS = ([1, 2, 3, 4, 1, 2], [5, 1, 2, 1, 2], [6, 5, 4, 6], [2, 2])
 TOP_N = 8
@@ -73,6 +78,57 @@ class Case:
 
     def asks(self, **fields: Any) -> list[Ask]:
         return [self.ask(tokens, name, **fields) for name, tokens in enumerate(self.prompts())]
+
+
+def probs_after(case: Case, ask: Ask, path: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """Return what a method says of the token after a drafted path: float32 [vocab_size]."""
+    assert case.law is not None
+    logits = case.law(ask, path)[:vocab_size]
+    return logits.softmax(dim=0) if ask.sampling is GREEDY else target_probs(logits[None], [ask.sampling])[0]
+
+
+def require_rows(case: Case, ask: Ask, draft: Draft, vocab_size: int) -> None:
+    """Every row is the law after its path, and the tokens after it are in it; a forced token's is that token."""
+    paths = [(), *map(tuple, paths_of(draft))]
+    parents = range(ROOT, len(paths) - 2) if draft.parents is None else draft.parents
+    assert draft.draft_probs is not None
+    for parent, row in zip(dict.fromkeys(parents), draft.draft_probs, strict=True):
+        path = paths[parent + 1]
+        found = dict(zip(row.token_ids, row.weights, strict=True))
+        children = [token for token, of_node in zip(draft.token_ids, parents, strict=True) if of_node == parent]
+        assert set(children) <= found.keys()
+        if len(path) < len(ask.forced_ids):
+            assert found == {ask.forced_ids[len(path)]: DRAFT_PROB_SCALE}
+            continue
+        ids, weights = quantised_rows(probs_after(case, ask, path, vocab_size)[None], case.top_n)
+        law = {id_: weight for id_, weight in zip(ids[0].tolist(), weights[0].tolist(), strict=True) if weight}
+        assert found == pytest.approx(law, abs=12)
+
+
+def grown_by_hand(
+    ask: Ask,
+    trees: TreeConfig,
+    logits_of: Callable[[list[int]], torch.Tensor],
+    vocab_size: int,
+) -> Growth:
+    """Grow the same draft with a model that computes every path from its beginning, one node at a time."""
+    growth = start_growth(ask, trees, vocab_size=vocab_size)
+    while growth.frontier:
+        found = []
+        for node in growth.frontier:
+            context = [*ask.token_ids, *growth.tree.path(node)]
+            launched = launch_children(
+                logits_of(context)[None],
+                [ask.sampling],
+                [len(context)],
+                _rng(),
+                vocab_size=vocab_size,
+                num_children=growth.num_children,
+                sampled=growth.is_drawn,
+            )
+            found += read_children(launched)
+        growth.grow(found)
+    return growth
 
 
 def _rng() -> torch.Generator:
