@@ -176,9 +176,9 @@ TARGET_LETTERS, DRAFT_LETTERS = Letters("abcdefghijklmn"), Letters("mlkhgfedcbai
 SHARED = VocabularyMap(draft_ids=(10, 9, 8, 7, 6, 5, 4, 3, 11, -1, 2, 1, 0, 12))
 
 
-def _in_text(*, num_blocks: int = 64, **options: Any) -> Drafter:
-    inner = model_drafter(_noisy(num_blocks), _rng())
-    return TextDrafter(inner, target_tokenizer=TARGET_LETTERS, draft_tokenizer=DRAFT_LETTERS, target_vocab_size=14)
+def _in_text(*, num_blocks: int = 64, vocab_size: int = 14, **options: Any) -> Drafter:
+    tokenizers = {"target_tokenizer": TARGET_LETTERS, "draft_tokenizer": DRAFT_LETTERS}
+    return TextDrafter(model_drafter(_noisy(num_blocks), _rng()), target_vocab_size=vocab_size, **tokenizers)
 
 
 def _intersection(*, num_blocks: int = 64, **options: Any) -> Drafter:
