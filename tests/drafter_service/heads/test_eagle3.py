@@ -183,6 +183,13 @@ def test_a_config_that_cannot_be_served_is_named(tmp_path: Path, change: dict[st
         parse_config({**config, **change}, num_target_layers=8)
 
 
+def test_another_speculators_type_is_refused(tmp_path: Path) -> None:
+    eagle3_head().save(tmp_path, layout="speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(HeadError, match="speculators_model_type: 'peagle'"):
+        parse_config({**config, "speculators_model_type": "peagle"})
+
+
 def test_taps_that_are_not_named_are_the_authors() -> None:
     config = {**llama_layer().to_diff_dict(), "model_type": "llama"}
     assert parse_config(config, num_target_layers=32).taps == default_taps(32) == (2, 16, 29)
