@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# where a user or another engine enters what serves
+DOORS = ("cli.serve", "cli.drafters", "cli.check", "cli.learner", "vllm", "hosted.sglang_entry", "app")
+_NAMED = re.compile(r'"(outrider\.[\w.]+)(?::\w+)?"')  # what a process is told to run
 LAYERS = ("proto", "verifier_service", "drafter_service", "cluster", "lab")  # imports point left only
 
 
@@ -70,6 +74,22 @@ def read_rooms(root: Path = ROOT) -> dict[str, Room]:
     """Return the rooms of a checkout by their folders, as `cluster/router`."""
     paths = [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
     return rooms_of({module_name(path, root): (str(path.parent.relative_to(root)), path.read_text()) for path in paths})
+
+
+def reached(root: Path = ROOT) -> dict[str, int]:
+    """Return the hand-written modules that what serves imports, also late, for types or by name, and their lines."""
+    paths = {module_name(path, root): path for layer in LAYERS for path in sources(root / layer)}
+    texts: dict[str, str] = {}
+    left = [f"outrider.cluster.{door}" for door in DOORS]
+    while left:
+        module = left.pop()
+        if module in texts or module not in paths:
+            continue
+        texts[module] = paths[module].read_text()
+        for package, name, _ in imported(texts[module]):
+            left += [package, f"{package}.{name}"]
+        left += _NAMED.findall(texts[module])
+    return {module: len(text.splitlines()) for module, text in texts.items()}
 
 
 def cycle(arrows: Mapping[str, set[str]]) -> list[str] | None:
