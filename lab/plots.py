@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 Points = tuple[Sequence[float], Sequence[float]]  # x and y
 
 
@@ -27,6 +25,8 @@ class Panel:
 
 def draw(panels: Sequence[Panel], path: Path, *, title: str = "", size: tuple[float, float], rows: int = 1) -> None:
     """Draw the panels, from left to right in so many rows."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, len(panels) // rows, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=True):

@@ -16,9 +16,8 @@ from rooms import LAYERS, ROOT, imported, module_name, sources
 
 # the optional parts themselves: the only modules that import an extra's packages
 PARTS = {
-    "outrider.lab.bench.serve_plot": "plots",
+    "outrider.lab.plots": "plots",
     "outrider.lab.peers.plot": "plots",
-    "outrider.lab.simulate.plots": "plots",
     "outrider.cluster.gateway.tracing": "otlp",
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
     "outrider.lab.peers.half_gguf": "gguf",

@@ -12,7 +12,7 @@ import pytest
 
 from fakes.hosted.vllm_outputs import scheduler_stats
 from outrider.cluster.vllm_engine.loop import LOAD_INTERVAL_S
-from outrider.verifier_service.messages.request import FinishReason, GenerationRequest
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams
 from support.engines import VllmSide
 from tiny.looping import Shell
 
@@ -24,8 +24,9 @@ def side() -> Iterator[VllmSide]:
     side.shell.end()
 
 
-def request(request_id: str) -> GenerationRequest:
-    return GenerationRequest(request_id=request_id, prompt_token_ids=(1,))
+def request(request_id: str, max_tokens: int = 16) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=(1,), sampling=sampling)
 
 
 def heard_later(shell: Shell) -> int:
@@ -38,9 +39,9 @@ def heard_later(shell: Shell) -> int:
 
 
 def test_an_engine_that_takes_no_step_falls_silent_so_that_it_is_given_up(side: VllmSide):
-    side.vllm.may_go = False
-    side.shell.say(request("a"))
+    side.shell.say(request("a", max_tokens=10_000))
     side.shell.hear_until(lambda: side.shell.loads and side.shell.loads[-1].requests)
+    side.vllm.may_go = False
     num_loads = heard_later(side.shell)
     assert heard_later(side.shell) == num_loads
     side.vllm.load.record(scheduler_stats(1), None)
