@@ -85,7 +85,7 @@ def main() -> None:
             if receiver.failure is not None:
                 say(group, "failed")
 
-    limits = ChannelLimits(transfer_timeout_s=30.0, max_queued_bytes=1 << 30)
+    limits = ChannelLimits(connect_timeout_s=30.0, transfer_timeout_s=30.0, max_queued_bytes=1 << 30)
     store = TensorStore("127.0.0.1")
     receivers: dict[str, TensorReceiver] = {}
     senders: dict[str, TensorSender] = {}

@@ -295,7 +295,7 @@ def peer() -> Iterator[Peer]:
 def sender_to(peer: Peer, group: str, **limits: float) -> TensorSender:
     peer.say("receive", group)
     route = TensorRoute(transport="gloo", store=peer.store, group=group)
-    sender = TensorSender(route, ChannelLimits(max_queued_bytes=1 << 30, **limits))
+    sender = TensorSender(route, ChannelLimits(connect_timeout_s=PATIENCE_S, max_queued_bytes=1 << 30, **limits))
     until(lambda: sender.is_connected)
     return sender
 
@@ -346,7 +346,8 @@ def test_a_peer_killed_amid_the_bytes_of_a_tensor_is_given_up_at_the_time_out(pe
 
 def test_a_verifier_killed_amid_a_transfer_leaves_the_drafter_alive(peer: Peer, store: TensorStore):
     route = TensorRoute(transport="gloo", store=store.address, group="a")
-    receiver = TensorReceiver(route, store, lambda: None, ChannelLimits(transfer_timeout_s=PATIENCE_S))
+    limits = ChannelLimits(connect_timeout_s=PATIENCE_S, transfer_timeout_s=PATIENCE_S)
+    receiver = TensorReceiver(route, store, lambda: None, limits)
     peer.say("send", "a", store.address)
     peer.hear("a connected")
     peer.say("offer", "a", 5)
@@ -372,13 +373,13 @@ def test_nccl_moves_tensors_between_two_gpus(store: TensorStore):
 
     def send() -> None:
         torch.cuda.set_device(1)
-        pair = open_pair(route, SENDER, ChannelLimits())
+        pair = open_pair(route, SENDER, ChannelLimits(connect_timeout_s=PATIENCE_S))
         pair.wait(pair.start(moved, 1), PATIENCE_S)
 
     thread = threading.Thread(target=send)
     thread.start()
     torch.cuda.set_device(0)
-    pair = open_pair(route, RECEIVER, ChannelLimits())
+    pair = open_pair(route, RECEIVER, ChannelLimits(connect_timeout_s=PATIENCE_S))
     assert isinstance(pair, NcclPair)
     arrived = torch.zeros_like(moved)
     pair.wait(pair.start(arrived, 1), PATIENCE_S)
