@@ -433,3 +433,23 @@ def test_two_ranks_refuse_together(pair: Any, tmp_path: Path) -> None:
         weights.change(from_folder(new))
     assert torch.equal(logits_of(runner), before)
     runner.close()
+
+
+class WithAnother(TensorParallelGroup):
+    """One rank, beside which another one fails when it is told to."""
+
+    fails = False
+
+    def all_reduce_min(self, value: int) -> int:
+        return 0 if self.fails else value
+
+
+def test_what_another_rank_refuses_is_not_taken(tmp_path: Path) -> None:
+    old, new = write_two(tmp_path)
+    group = WithAnother(0, 1, None)
+    runner = runner_of(old, group=group)
+    weights, before = RankWeights(runner, []), logits_of(runner)
+    group.fails = True
+    with pytest.raises(WeightError, match="another rank has failed"):
+        weights.change(from_folder(new))
+    assert torch.equal(logits_of(runner), before)
