@@ -63,24 +63,28 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "state": ReplicaState.of(report).value,
         "role": report.role.value,
         "batch_dependent": None if report.batch_dependent is None else list(report.batch_dependent),
-        **_fields(
-            report.load, "num_running num_waiting kv_usage weight_version weights_digest weights_error is_paused"
-        ),
-        **_fields(report.load, "tokens_per_s mean_step_s"),
+        "num_running": report.load.num_running,
+        "num_waiting": report.load.num_waiting,
+        "kv_usage": report.load.kv_usage,
+        "weight_version": report.load.weight_version,
+        "weights_digest": report.load.weights_digest,
+        "weights_error": report.load.weights_error,
+        "is_paused": report.load.is_paused,
+        "tokens_per_s": report.load.tokens_per_s,
+        "mean_step_s": report.load.mean_step_s,
         "price": state.price,
-        **_fields(report.load, "knee"),
-        **_fields(report.load.counters, "num_extrapolated_steps"),
-        **_fields(state.default_plan, "draft_length enabled_reason disabled_reason"),
-        **_fields(report.load.counters, "num_asks num_asked_tokens"),
-        **_fields(report.load, "draft_length_mean verify_idle_share"),
+        "knee": report.load.knee,
+        "num_extrapolated_steps": report.load.counters.num_extrapolated_steps,
+        "draft_length": state.default_plan.draft_length,
+        "enabled_reason": state.default_plan.enabled_reason,
+        "disabled_reason": state.default_plan.disabled_reason,
+        "num_asks": report.load.counters.num_asks,
+        "num_asked_tokens": report.load.counters.num_asked_tokens,
+        "draft_length_mean": report.load.draft_length_mean,
+        "verify_idle_share": report.load.verify_idle_share,
         **_lateness(report),
         **_acceptance([state]),
     }
-
-
-def _fields(owner: object, names: str) -> dict[str, Any]:
-    """Return these attributes, by their names."""
-    return {name: getattr(owner, name) for name in names.split()}
 
 
 def _lateness(report: VerifierReport) -> dict[str, float | None]:

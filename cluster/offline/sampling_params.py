@@ -24,12 +24,6 @@ from outrider.verifier_service.messages.structured_output import check_structure
 MAX_TOKEN_ID = (1 << 31) - 1
 ANY_LENGTH = 1 << 31  # of an unknown model
 _FIELD = "structured_outputs"
-_KINDS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda value: _is_whole(value), "a whole number"),
-    int | None: (lambda value: value is None or _is_whole(value), "a whole number or None"),
-    float: (lambda value: _is_number(value), "a number"),
-    bool: (lambda value: isinstance(value, bool), "True or False"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +155,11 @@ def _is_number(value: Any) -> bool:
 
 def _is_token_id(value: Any) -> bool:
     return _is_whole(value) and 0 <= value <= MAX_TOKEN_ID
+
+
+_KINDS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (_is_whole, "a whole number"),
+    int | None: (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    float: (_is_number, "a number"),
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+}

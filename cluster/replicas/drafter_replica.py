@@ -107,7 +107,8 @@ class DrafterReplica(ReplicaBase):
         """`learner` is the handle of the pool's learner; None: it has none."""
         config = with_closed_links(config)
         super().__init__(
-            *(config, router.report_drafter),
+            config,
+            router.report_drafter,
             name=f"drafter/{own_id()}",
             timeout_s=config.engine_timeout_s,
             remove=router.remove,

@@ -57,7 +57,8 @@ class VerifierReplica(ReplicaBase):
         """`main`: what the ranks run; None: the configuration's engine."""
         config = with_closed_links(config)
         super().__init__(
-            *(config, router.report_verifier),
+            config,
+            router.report_verifier,
             name=f"verifier/{own_id()}",
             timeout_s=config.engine_timeout_s,
             remove=router.remove,

@@ -11,14 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from outrider.drafter_service.service.methods import (
-    METHOD_ALIASES,
-    METHODS,
-    DraftMethod,
-    Kind,
-    Method,
-    MethodKeys,
-)
+from outrider.drafter_service.service.methods import METHOD_ALIASES, METHODS, DraftMethod, Kind, Method, MethodKeys
 from outrider.verifier_service.messages.lossy import acceptance_rule
 from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.messages.tensor_route import Transport

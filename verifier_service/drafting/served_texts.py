@@ -31,6 +31,7 @@ class ServedTexts:
         """`drafters` are those that are up, by id. `is_on`: a request's states are still there when it has ended."""
         self._filing, self._states, self._drafters, self._is_on = filing, states, drafters, is_on
         self._heard: set[str] = set()  # running requests of which a drafter has made a sample already
+        self._learning: list[str] = []  # of those drafters, the ones whose pool learns: looked up once a step
         self._num_allowed, self._now_s = float(MAX_TOKENS_AT_ONCE), 0.0
 
     @property
@@ -38,9 +39,10 @@ class ServedTexts:
         return self._heard
 
     def tick(self, now_s: float) -> None:
-        """Allow more text to be told, for the time that has passed."""
+        """Allow more text to be told, for the time that has passed; drafters come and go just before it alone."""
         allowed = self._num_allowed + TOKENS_PER_S * (now_s - self._now_s)
         self._num_allowed, self._now_s = min(MAX_TOKENS_AT_ONCE, allowed), now_s
+        self._learning = sorted(drafter_id for drafter_id, record in self._drafters.items() if record.needs.learns)
 
     def drafter_of(self, request: Request, session: DraftSession | None) -> str | None:
         """Return the drafter whose pool learns from a request: of its session, else one of all; None: there is none."""
@@ -48,8 +50,9 @@ class ServedTexts:
             return None
         if session is not None:
             return session.drafter_id if self._drafters[session.drafter_id].needs.learns else None
-        learning = sorted(drafter_id for drafter_id, record in self._drafters.items() if record.needs.learns)
-        return learning[zlib.crc32(request.request_id.encode()) % len(learning)] if learning else None
+        if not self._learning:
+            return None
+        return self._learning[zlib.crc32(request.request_id.encode()) % len(self._learning)]
 
     def num_top_of(self, request: Request, session: DraftSession | None, *, is_unasked: bool) -> int:
         """Return how many of the target's likeliest tokens are told; `is_unasked`: also without a session."""

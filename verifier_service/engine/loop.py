@@ -17,18 +17,14 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
-    AskState,
+    CONTROLS,
     BadRequest,
     Cancel,
-    ContinueGeneration,
     Control,
-    DestroyWeightsGroup,
     EndTake,
     EngineLoad,
     EngineUpdate,
-    FlushCache,
     HandOver,
-    InitWeightsGroup,
     PartsRead,
     PauseGeneration,
     PauseMode,
@@ -41,8 +37,6 @@ from outrider.verifier_service.messages.engine import (
     TakeKV,
     TakenFrame,
     ToEngine,
-    UpdateDraftWeights,
-    UpdateWeights,
     read_frame,
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -198,17 +192,14 @@ class EngineLoop:
             case HandOver(max_held=max_held):
                 self._unpublished += self._engine.drain()
                 self._unpublished += self._engine.hold(max_held)
-            case PauseGeneration(mode=PauseMode.ABORT):
-                self._order(message, is_abort=True)
-            case PauseGeneration() | ContinueGeneration() | AskState() | FlushCache() | UpdateWeights():
-                self._order(message)
-            case InitWeightsGroup() | DestroyWeightsGroup() | UpdateDraftWeights():
+            case _ if isinstance(message, CONTROLS):
                 self._order(message)
 
-    def _order(self, message: Control, *, is_abort: bool = False) -> None:
+    def _order(self, message: Control) -> None:
         """Do what a trainer asks, with no step in flight."""
         self._unpublished += self._engine.drain()
         self._publish()  # a change of weights takes long
+        is_abort = isinstance(message, PauseGeneration) and message.mode is PauseMode.ABORT
         if is_abort and self._control.takes_orders:
             self._abort_compiling()
         self._unpublished += self._control.handle(message)

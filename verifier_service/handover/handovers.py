@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 from outrider.verifier_service.handover.giver import Giver
 from outrider.verifier_service.handover.taker import Taken, Taker
-from outrider.verifier_service.messages.handover import (
-    EndTake,
-    GivenFrame,
-    PartsRead,
-    PullKV,
-    TakeKV,
-    TakenFrame,
-)
+from outrider.verifier_service.messages.handover import EndTake, GivenFrame, PartsRead, PullKV, TakeKV, TakenFrame
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
 
 
@@ -29,6 +22,7 @@ class NoHandovers:
     """Handovers of an engine whose KV stays where it is: nothing is given, and what comes with KV is refused."""
 
     can_give = False
+
     @property
     def is_busy(self) -> bool:
         """Whether `pump` should be called again soon: a message will not wake the engine."""

@@ -34,6 +34,7 @@ class Range:
         return self.text or f"in {'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
 
 
+Temperature = Annotated[float, Range(0, 100)]
 _RANGES: dict[type, dict[str, Range]] = {}  # of the classes that were asked for
 
 
@@ -62,7 +63,7 @@ class DraftSampling:
     under the shared counter-based noise (coupled sampling), also without draft_probs.
     """
 
-    temperature: Annotated[float, Range(0, 100)] = 1.0
+    temperature: Temperature
     top_k: Annotated[int, Range(0, math.inf, text="0 (off) or positive")] = 0
     top_p: Annotated[float, Range(0, 1, is_open=True)] = 1.0
     min_p: Annotated[float, Range(0, 1)] = 0.0

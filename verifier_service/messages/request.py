@@ -8,7 +8,15 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from outrider.verifier_service.messages.draft import Draft, DraftSampling, Range, SparseRow, check_ranges, require
+from outrider.verifier_service.messages.draft import (
+    Draft,
+    DraftSampling,
+    Range,
+    SparseRow,
+    Temperature,
+    check_ranges,
+    require,
+)
 from outrider.verifier_service.messages.handover import ArrivedKV, KVSource
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
@@ -113,6 +121,7 @@ class StructuredOutput:
 class CommonSampling(DraftSampling):
     """What callers of `LLM` and the engine give alike."""
 
+    temperature: Temperature = 1.0  # a drafter is always told
     # upper bound of the draft length; 0: no drafts; None: the router decides
     num_speculative_tokens: Annotated[int | None, Range(0, math.inf, text="at least 0")] = None
     # subtracted from the logit of every token that the output contains, and once per occurrence

@@ -129,6 +129,11 @@ def test_defaults_fill_absent_fields() -> None:
     assert decode(_frame("Draft", request_id="r", round_id=1, position=0, token_ids=[]), TYPES).draft_probs is None
 
 
+def test_a_drafter_is_told_the_temperature() -> None:
+    with pytest.raises(WireError, match="missing required field `temperature`"):
+        decode(_frame("Open", request_id="r", sampling={"top_k": 3}, token_ids=[1]), TYPES)
+
+
 def test_an_int_is_a_float_on_arrival() -> None:
     ratio = decode(_frame_of(EVERYTHING, ratio=2), TYPES).ratio
     assert type(ratio) is float
