@@ -147,11 +147,11 @@ class LiveService:
         wait_for(lambda: _holds(condition), timeout_s)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Ask again and again until the condition holds; raises what it raises."""
+def wait_for(condition: Callable[[], bool], timeout_s: float, seen: Callable[[], object] = lambda: "") -> None:
+    """Ask again and again until the condition holds; raises what it raises, or at the end what is `seen`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
+        assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s: {seen()}"
         time.sleep(0.1)
 
 

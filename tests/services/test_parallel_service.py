@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -114,6 +115,8 @@ def test_a_killed_gateway_costs_an_error_that_one_retry_mends(drill: Drill):
                 return num_failed
             except httpx.TransportError:
                 assert is_killed.is_set(), "nothing else fails"
+                # its sockets take connections until the last of its threads has ended
+                wait_for(lambda: not psutil.pid_exists(pid), timeout_s=60)
         raise AssertionError("the other gateway did not take it")
 
     with ThreadPoolExecutor(NUM_CONNECTIONS) as threads:

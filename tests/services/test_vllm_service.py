@@ -45,8 +45,11 @@ class VllmService:
 
     def engines(self) -> list[psutil.Process]:
         """Return vLLM's engine processes."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in found if "EngineCore" in _title(one)]
+        return [one for one in self.processes() if "EngineCore" in _title(one)]
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes that the command has started and that still are."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.live.base_url}/metrics", timeout=30).text
@@ -176,7 +179,7 @@ def test_log_probabilities_and_forms_come_from_vllm(service: VllmService):
 @pytest.mark.parametrize("killed", ["engine", pytest.param("its host", marks=pytest.mark.soak)])
 def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(service: VllmService, plain: str, killed: str):
     """It is the only one: the stream goes on once another has taken its place."""
-    wait_for(lambda: len(service.engines()) == 1, START_TIMEOUT_S)
+    wait_for(lambda: len(service.engines()) == 1, START_TIMEOUT_S, seen=lambda: list(map(str, service.processes())))
     (engine,) = service.engines()
 
     def kill(num_chunks: int) -> None:
