@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.cluster import RolloutEngine, SamplingParams
 from outrider.cluster.config.known_models import path_of
-from outrider.verifier_service.model.gguf import local_path
+from outrider.verifier_service.formats.gguf import local_path
 
 PROMPTS = ["def read_lines(path):\n", "class Stack:\n", "import os\n", "def test_add():\n"]
 QUESTIONS = ["Tell me about rain.", "Describe a cat.", "What is bread?", "Name some trees."]

@@ -26,13 +26,14 @@ ROOMS = {
     "verifier_service/cpu": "verifier_service",
     "verifier_service/gpu": "",
     "verifier_service/experts": "messages gpu",
-    "verifier_service/model": "verifier_service messages cpu gpu experts",
+    "verifier_service/formats": "verifier_service",
+    "verifier_service/model": "verifier_service messages cpu gpu experts formats",
     "verifier_service/sampling": "messages gpu model",
     "verifier_service/scheduling": "messages",
     "verifier_service/pricing": "messages scheduling",
     "verifier_service/links": "verifier_service proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
-    "verifier_service/refit": "messages model",
+    "verifier_service/refit": "messages formats model",
     "verifier_service/handover": "messages model links",
     "verifier_service/engine": (
         "verifier_service proto messages gpu experts model sampling scheduling pricing links drafting refit handover"
@@ -44,7 +45,7 @@ ROOMS = {
         "verifier_service/pricing verifier_service/links verifier_service/engine"
     ),
     "drafter_service/lookup": "engine verifier_service/messages",
-    "drafter_service/heads": "verifier_service/messages verifier_service/model",
+    "drafter_service/heads": "verifier_service/messages verifier_service/formats verifier_service/model",
     "drafter_service/head_drafters": (
         "engine heads verifier_service/messages verifier_service/gpu verifier_service/model"
     ),
@@ -55,17 +56,18 @@ ROOMS = {
     "drafter_service/observing": "engine verifier_service/messages",
     "drafter_service/service": (
         "proto engine observing lookup heads head_drafters models target verifier_service verifier_service/messages "
-        "verifier_service/model verifier_service/links verifier_service/engine verifier_service/refit"
+        "verifier_service/formats verifier_service/model verifier_service/links verifier_service/engine "
+        "verifier_service/refit"
     ),
     "drafter_service/embedded": "service",
     "drafter_service/shipped": "service",
     "drafter_service/training": (
-        "engine heads models target service verifier_service verifier_service/messages verifier_service/model "
-        "verifier_service/engine"
+        "engine heads models target service verifier_service verifier_service/messages verifier_service/formats "
+        "verifier_service/model verifier_service/engine"
     ),
     "drafter_service/learning": (
-        "engine heads service training verifier_service verifier_service/messages verifier_service/model "
-        "verifier_service/engine"
+        "engine heads service training verifier_service verifier_service/messages verifier_service/formats "
+        "verifier_service/model verifier_service/engine"
     ),
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
@@ -117,7 +119,8 @@ ROOMS = {
         "drafter_service/head_drafters drafter_service/service drafter_service/embedded"
     ),
     "lab/peers": (
-        "lab bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"
+        "lab bench cluster/common cluster/config cluster/offline verifier_service/formats verifier_service/model "
+        "drafter_service/service"
     ),
     "lab/gateway": (
         "lab cluster/common cluster/config cluster/replicas proto verifier_service verifier_service/messages "

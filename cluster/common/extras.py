@@ -6,7 +6,7 @@ and import them inside a function.
 plots       lab/bench/serve_plot.py, lab/simulate/plots.py
 otlp        cluster/gateway/tracing.py
 vllm-grpc   cluster/api/vllm_grpc.py
-gguf        verifier_service/model/gguf.py, which has the library import them, and lab/peers/half_gguf.py
+gguf        verifier_service/formats/gguf.py, which has the library import them, and lab/peers/half_gguf.py
 """
 
 from __future__ import annotations

@@ -16,7 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from outrider.verifier_service.model.weights import INDEX_NAME, Checkpoint, StateDictSource, TensorSource, WeightError
+from outrider.verifier_service.formats.checkpoint import (
+    INDEX_NAME,
+    Checkpoint,
+    StateDictSource,
+    TensorSource,
+    WeightError,
+)
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"

@@ -29,6 +29,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.drafter_service.heads.head_files import HeadFiles, opened
+from outrider.verifier_service.formats.checkpoint import Checkpoint, TensorSource, WeightError
 from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
@@ -36,7 +37,6 @@ from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
 from outrider.verifier_service.model.settled import own_limit, resolve_device, resolve_dtype
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import Checkpoint, TensorSource, WeightError
 
 LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # `HeadLayer` computes pre-norm, RMSNorm, gated SiLU
 # the target's tensors that a head may borrow; if the target ties its embeddings, the second is the first

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outrider.drafter_service.heads.head_files import HeadFiles, opened, write_head
-from outrider.verifier_service.model.weights import Checkpoint
+from outrider.verifier_service.formats.checkpoint import Checkpoint
 
 FILE_NAME = "medusa_lm_head.safetensors"
 _PREFIX = r"^(?:medusa_heads?\.)?"

@@ -25,8 +25,9 @@ from outrider.drafter_service.training.medusa import MedusaPupil
 from outrider.drafter_service.training.mlp_speculator import MlpPupil
 from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.verifier_service.formats.checkpoint import Checkpoint, WeightError
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
-from outrider.verifier_service.model.weights import Checkpoint, WeightError, require_alike, require_finite
+from outrider.verifier_service.model.weights import require_alike, require_finite
 
 MAX_POSITIONS = 4  # draft positions per root in training, where the drafter's shape does not say
 

@@ -23,7 +23,7 @@ from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.trainer import MAX_GRAD_NORM, PupilOptimizers
 from outrider.verifier_service.folders import copy_plain
-from outrider.verifier_service.model.weights import WeightError
+from outrider.verifier_service.formats.checkpoint import WeightError
 
 ROWS, WINDOW = 8, 256  # of a step: seconds on a core for a small drafter
 MATRIX_LR = 0.04  # of Muon, for a new head: `DistilOptions.matrix_lr`

@@ -36,11 +36,11 @@ from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.drafter_service.target.tidar_drafter import TidarDrafter, parse_blocks
 from outrider.verifier_service.engine.runners import Runner
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.settled import own_limit, resolve_device
-from outrider.verifier_service.model.weights import WeightError
 
 
 def build_drafter(

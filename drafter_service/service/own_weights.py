@@ -17,8 +17,9 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.learning_messages import SetLearning, TakeTexts
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.speculative_config import SpeculativeConfig
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.engine import Control, ControlResult, UpdateDraftWeights, UpdateWeights
-from outrider.verifier_service.model.weights import WeightError, copy_tensors, require_alike, require_finite
+from outrider.verifier_service.model.weights import copy_tensors, require_alike, require_finite
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError
 
 

@@ -19,7 +19,7 @@ from outrider.drafter_service.training.head_start import (
 )
 from outrider.drafter_service.training.teacher import Teacher, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledPupil
-from outrider.verifier_service.model.weights import StateDictSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

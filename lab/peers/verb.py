@@ -121,8 +121,8 @@ def _peers(
     from outrider.cluster.config.known_models import drafter_paths
     from outrider.drafter_service.service.speculative_config import Method
     from outrider.lab.peers.arms import all_peers
+    from outrider.verifier_service.formats.gguf import is_gguf
     from outrider.verifier_service.model.architectures import resolve_folder
-    from outrider.verifier_service.model.gguf import is_gguf
 
     half: Path | None = None
     if is_gguf(config.path):

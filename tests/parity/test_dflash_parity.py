@@ -12,8 +12,8 @@ from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.draft import DraftSampling
-from outrider.verifier_service.model.weights import StateDictSource
 
 DATA = Path(__file__).parent / "data"
 

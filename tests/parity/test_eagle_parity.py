@@ -12,7 +12,7 @@ from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.mtp import MtpHead
-from outrider.verifier_service.model.weights import StateDictSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from tiny.heads import SlowDrafting
 
 DATA = Path(__file__).parent / "data"

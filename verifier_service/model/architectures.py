@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.verifier_service.formats.gguf import local_path
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.gguf import local_path
 from outrider.verifier_service.model.tokenizer import end_token_id
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from outrider.verifier_service.formats.gguf import is_to_be_converted
 from outrider.verifier_service.messages.draft import require
-from outrider.verifier_service.model.gguf import is_to_be_converted
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8"]

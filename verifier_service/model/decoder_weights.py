@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from outrider.verifier_service.experts.cache import ExpertCache, copier_of
+from outrider.verifier_service.formats.checkpoint import Shard
 from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
@@ -36,7 +37,7 @@ from outrider.verifier_service.model.tensor_parallel import (
     VocabParallelHead,
     vocabulary_range,
 )
-from outrider.verifier_service.model.weights import Shard, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

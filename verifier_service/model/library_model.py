@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.verifier_service.formats.checkpoint import TensorSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.packed_linear import dequantized, pack_linears
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
-from outrider.verifier_service.model.weights import TensorSource, load_weights
+from outrider.verifier_service.model.weights import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

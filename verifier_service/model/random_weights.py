@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from outrider.verifier_service.model.weights import Shard
+from outrider.verifier_service.formats.checkpoint import Shard
 
 RECIPE_NAME = "random_weights.json"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from outrider.verifier_service.cpu.kernels import wanted_isa
+from outrider.verifier_service.formats.checkpoint import Checkpoint, StateDictSource, TensorSource
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.counts import GraphCounts
@@ -57,7 +58,7 @@ from outrider.verifier_service.model.start_check import (
 from outrider.verifier_service.model.state_pool import StatePool, require_taps, resolve_state_dtype
 from outrider.verifier_service.model.step_graphs import CudaCapture, GraphBackend, StepGraphs
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 from outrider.verifier_service.start_memory import StartMemory
 from outrider.verifier_service.start_phases import tell_phase
 

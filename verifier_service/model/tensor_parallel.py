@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from outrider.verifier_service.formats.checkpoint import Shard
 from outrider.verifier_service.model.architectures import UnsupportedModelError
-from outrider.verifier_service.model.weights import Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outrider.verifier_service.formats.gguf import local_path
 from outrider.verifier_service.messages.link import vocab_fingerprint
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.gguf import local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

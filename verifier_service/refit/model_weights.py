@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.verifier_service.formats.checkpoint import Shard, TensorSource, WeightError
 from outrider.verifier_service.model.architectures import checkpoint_names, load_model_description
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
@@ -20,9 +21,6 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import plan_shards, shrink
 from outrider.verifier_service.model.weights import (
     MissingTensorsError,
-    Shard,
-    TensorSource,
-    WeightError,
     WeightReader,
     copy_tensors,
     is_matched,

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from outrider.verifier_service.formats.checkpoint import StateDictSource, TensorSource, WeightError
 from outrider.verifier_service.messages.engine import (
     WEIGHT_CHANGES,
     DestroyWeightsGroup,
@@ -33,7 +34,6 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.architectures import resolve_folder
 from outrider.verifier_service.model.runner import ModelRunner
-from outrider.verifier_service.model.weights import StateDictSource, TensorSource, WeightError
 from outrider.verifier_service.refit.model_weights import ModelWeights
 from outrider.verifier_service.refit.trainer_group import TrainerGroup, dtype_of
 from outrider.verifier_service.refit.weight_checks import Checked, WeightChecks, digest_of

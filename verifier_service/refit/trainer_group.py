@@ -16,10 +16,10 @@ from multiprocessing import Pipe
 
 import torch
 
+from outrider.verifier_service.formats.checkpoint import PLAIN_DTYPES, WeightError
 from outrider.verifier_service.messages.engine import InitWeightsGroup
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.tensor_parallel import BACKENDS
-from outrider.verifier_service.model.weights import PLAIN_DTYPES, WeightError
 from outrider.verifier_service.refit.trainer_process import TRAINER, Done, Join, Receive
 
 START_TIMEOUT_S = 120.0  # of a process that imports torch

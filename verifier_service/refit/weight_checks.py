@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.verifier_service.model.weights import TensorSource, WeightError
+from outrider.verifier_service.formats.checkpoint import TensorSource, WeightError
 
 # of a matrix's root mean square, from one update to the next, either way; training moves it by a percent. Of matrices
 # of 0.3 or less, bfloat16 read as float16 has five times as much or more, and float16 as bfloat16 a hundredth

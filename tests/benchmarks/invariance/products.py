@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.invariance.company import POPULATION, Case
 from outrider.verifier_service.cpu.kernels import load_kernels
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.model import decoder
 from outrider.verifier_service.model.decoder_spec import RotarySpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
@@ -26,7 +27,7 @@ from outrider.verifier_service.model.packed_linear import (
     quantize,
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 from tiny.models import make_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
-from outrider.verifier_service.model.weights import StateDictSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
 from tiny.heads import HIDDEN_SIZE, SHAPE, VOCAB_SIZE
 

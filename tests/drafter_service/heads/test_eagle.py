@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.head_layer import HeadError
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.weights import StateDictSource
 from tiny.heads import HIDDEN_SIZE, eagle_head, llama_layer, randomised
 
 TOKENS = torch.tensor([[5, 9, 2, 44, 31, 8]])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps, parse_config
 from outrider.drafter_service.heads.head_layer import HeadError
-from outrider.verifier_service.model.weights import StateDictSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, eagle3_head, llama_layer, qwen3_layer
 
 TOKENS = torch.tensor([[5, 9, 2, 44, 31, 8]])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.drafter_service.heads.head_files import HeadFiles, opened, read_json, write_head
-from outrider.verifier_service.model.weights import StateDictSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "ids": torch.tensor([3, 1])}
 

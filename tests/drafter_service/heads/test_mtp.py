@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from outrider.drafter_service.heads.head_layer import HeadError
 from outrider.drafter_service.heads.mtp import DEEPSEEK, QWEN, SPECULATORS, Layout, MtpHead
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.weights import StateDictSource
 from tiny.heads import HIDDEN_SIZE, llama_layer, mtp_head, qwen3_layer
 
 TOKENS = torch.tensor([[5, 9, 2, 44, 31, 8]])

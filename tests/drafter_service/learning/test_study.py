@@ -15,9 +15,9 @@ from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.methods import METHODS, Method
 from outrider.drafter_service.service.own_weights import OwnWeights
 from outrider.drafter_service.training import teacher as teachers
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from tiny.served import samples_for, served_samples, spec_of, write_first
 from tiny.training import write_target

@@ -34,7 +34,7 @@ from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.served import Rounds
 from outrider.drafter_service.training.trainer import Budget, trained_s
-from outrider.verifier_service.model.weights import Checkpoint
+from outrider.verifier_service.formats.checkpoint import Checkpoint
 from outrider.verifier_service.scheduling.masks import MaskBlocks
 from tiny.training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
 

@@ -24,11 +24,11 @@ from outrider.drafter_service.training.parallel_draft import ParallelPupil, canv
 from outrider.drafter_service.training.pupil import MAX_SPAN, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, TaughtLesson, Teacher, check_taps, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledAttention
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource
 from tiny.dflash import slow_block
 from tiny.drafters import eagle_drafter
 from tiny.models import make_model

@@ -15,10 +15,10 @@ from outrider.lab.bench.gpu_measure import Rate
 from outrider.lab.bench.gpu_models import FULL, TINY
 from outrider.lab.bench.pairs import streamed_weight_bytes
 from outrider.lab.same_tokens import Difference, Tally
+from outrider.verifier_service.formats.checkpoint import Shard
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.random_weights import read_recipe, write_recipe
 from outrider.verifier_service.model.settled import resolve_dtype
-from outrider.verifier_service.model.weights import Shard
 
 CPU = torch.device("cpu")
 TIPPED = Difference(what="prompt 9", place=2, margin=0.001, expected="5 6 7", given="5 6 8")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fakes.engine_bench import PROMPT, Pace, greedy_tokens, make_request
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.engine import (
     Cancel,
     ContinueGeneration,
@@ -25,7 +26,6 @@ from outrider.verifier_service.messages.engine import (
     WeightChange,
 )
 from outrider.verifier_service.messages.request import FinishReason
-from outrider.verifier_service.model.weights import WeightError
 from tiny.loop_thread import PATIENCE_S
 from tiny.looping import Loop, draft_for, looping, wait_for_drafts
 

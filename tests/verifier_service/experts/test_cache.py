@@ -14,6 +14,7 @@ from exactness.small_engines import BLOCK_SIZE, NUM_BLOCKS, Hints, Limits, gener
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.experts.cache import ExpertCache, Pair, ThreadCopier, Wait
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineUpdate, UpdateWeights
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -23,7 +24,6 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import OffloadedExperts
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from tiny.mixtures import skewed_mixture
 from tiny.models import make_checkpoint, random_sequences, scattered_batches, without_kernels

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.model.batch_invariance import batch_dependent
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
@@ -13,7 +14,7 @@ from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import LibraryModel
 from outrider.verifier_service.model.packed_linear import PlainLinear
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 from tiny.models import make_model
 
 SHARDED = "sums over 3 ranks"

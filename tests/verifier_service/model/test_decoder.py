@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import PreTrainedModel
 
 from outrider.verifier_service.cpu import kernels as cpu
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.gpu.rows import RowKernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -27,7 +28,7 @@ from outrider.verifier_service.model.library_model import LibraryModel, finish, 
 from outrider.verifier_service.model.runner import PackedModel, forward_packed
 from outrider.verifier_service.model.start_check import require_equal_logits
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 from tiny.models import TINY_ARCHITECTURES, make_model, without_kernels
 from tiny.triton_kernels import interpreted
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.verifier_service.formats.checkpoint import StateDictSource, WeightError
 from outrider.verifier_service.model import runner as runner_module
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.decoder_spec import (
@@ -19,7 +20,6 @@ from outrider.verifier_service.model.decoder_spec import (
     read_decoder_spec,
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightError
 from tiny.models import TINY_ARCHITECTURES, make_model
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -35,7 +36,7 @@ from outrider.verifier_service.model.step_graphs import (
     step_parts,
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from outrider.verifier_service.model.weights import WeightReader
 from tiny.models import VOCAB_SIZE, make_model, without_kernels
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend
 

@@ -9,20 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.verifier_service.formats.checkpoint import INDEX_NAME, Checkpoint, Shard, StateDictSource, WeightError
 from outrider.verifier_service.model.architectures import (
     ARCHITECTURES,
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
 )
 from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.weights import (
-    INDEX_NAME,
-    Checkpoint,
-    Shard,
-    StateDictSource,
-    WeightError,
-    load_weights,
-)
+from outrider.verifier_service.model.weights import load_weights
 from tiny.models import full_logits, make_checkpoint, make_model
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.engine import DestroyWeightsGroup, InitWeightsGroup, UpdateWeights
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit.rank_weights import RankWeights
 from outrider.verifier_service.refit.weight_checks import MAX_FACTOR, PART, rms_of
 from tiny.models import random_sequences, scattered_batches

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.messages.engine import DestroyWeightsGroup, InitWeightsGroup, UpdateWeights
 from outrider.verifier_service.model import packed_linear
 from outrider.verifier_service.model.config import ModelConfig
@@ -23,7 +24,6 @@ from outrider.verifier_service.model.ranks import free_port
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightError
 from outrider.verifier_service.refit import model_weights
 from outrider.verifier_service.refit.rank_weights import BrokenWeightsError, RankWeights
 from tiny.models import TINY_ARCHITECTURES, make_model, random_sequences, scattered_batches, without_kernels

@@ -1,0 +1,1 @@
+"""How checkpoints hold weights: files, slices, quantised layouts; all become plain tensors."""
