@@ -99,14 +99,17 @@ class TimedMixture(TimedTarget):
 class ByTheDrawnToken(DraftPricing):
     """Mistake: take what the drafter thinks of the very token that it drew for the confidence."""
 
-    def admit(self, request: Request, draft: Draft) -> Draft:
+    def admit_all(self, drafts: Sequence[tuple[Request, Draft]]) -> list[Draft]:
+        return [self._admit(*one) for one in drafts]
+
+    def _admit(self, request: Request, draft: Draft) -> Draft:
         assert draft.draft_probs is not None
         pairs = zip(draft.draft_probs, draft.token_ids, strict=True)
         claimed = [weight_of(row, token_id) / DRAFT_PROB_SCALE for row, token_id in pairs]
         survivals = self.survival.survivals(request.request_id, "scripted", len(claimed), claimed)
         price = self.price or 0.0
         num_paying = next((i for i, s in enumerate(survivals) if s <= price), len(survivals))
-        super().admit(request, draft)  # the books are right
+        super().admit_all([(request, draft)])  # the books are right
         return first_nodes(draft, max_nodes=num_paying, max_depth=num_paying)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.drafting.drafter_record import (
     AnsweredRound,
+    DrafterChoice,
     DrafterRecord,
     DraftSession,
     OutstandingRound,
@@ -39,7 +40,8 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
-from outrider.verifier_service.pricing.draft_pricing import AskLength, DraftPricing
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import Ask, AskLength
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -274,28 +276,29 @@ class DraftCoordinator:
 
         Reads token values only of requests with a prediction; the others' last token may be a placeholder.
         """
+        rounds: list[tuple[Ask, DisabledReason | None]] = []
+        choice = DrafterChoice(self._drafters, now_s)
+        for request in requests:
+            self.num_asks += 1
+            if guess := self._predictions.guess(request):
+                self._draft_from_prediction(request, guess)
+            elif not self._is_opening(request):
+                rounds.append(self._ask_of(request, choice))
         wanted: list[WantedDraft] = []
         outbox: Outbox = {}
         num_rounds: collections.Counter[str] = collections.Counter()
         # a round without a draft does not count for a drafter's yield if the price forbids drafts
         is_forbidden = self._pricing is not None and self._pricing.price == NEVER
-        for request in requests:
-            self.num_asks += 1
-            if guess := self._predictions.guess(request):
-                self._draft_from_prediction(request, guess)
-                continue
-            if self._is_opening(request):
-                continue
-            drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
-            length, request.metrics.disabled_reason = self._ask_of(request, drafter_id)
-            if drafter_id is not None and (length or not is_forbidden):
+        for ((request, drafter_id, *_), reason), asked in zip(rounds, self._lengths_of(rounds), strict=True):
+            request.metrics.disabled_reason = reason or asked.reason
+            if drafter_id and (asked.length or not is_forbidden):
                 num_rounds[drafter_id] += 1
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
-            elif drafter_id is not None and length > 0:
+            elif drafter_id and asked.length > 0:
                 is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
                 assert is_allowed, "a drafter was chosen that may not be asked"
-                wanted.append(WantedDraft(request, self._ensure_session(request, drafter_id, outbox), length))
+                wanted.append(WantedDraft(request, self._ensure_session(request, drafter_id, outbox), asked.length))
             else:
                 self._end_round(request)
         self._num_steps += bool(num_rounds)
@@ -359,27 +362,23 @@ class DraftCoordinator:
         self._texts.forget(request.request_id)
         self._send(outbox)
 
-    def _choose_drafter(self, request: Request, now_s: float) -> str | None:
-        """Return the plan's drafter if its breaker allows it, else the session's, else that with fewest sessions."""
-        session = self._sessions.get(request.request_id)
-        for drafter_id in (request.plan.drafter_id, session and session.drafter_id):
-            if drafter_id in self._drafters and self._drafters[drafter_id].breaker.would_allow(now_s):
-                return drafter_id
-        able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
-        return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
-
-    def _ask_of(self, request: Request, drafter_id: str | None) -> AskLength:
-        """Begin the request's priced round: decide how many tokens to ask for, by counts and never by drawn tokens."""
+    def _ask_of(self, request: Request, choice: DrafterChoice) -> tuple[Ask, DisabledReason | None]:
+        """Return the longest draft that a request may ask for, by counts and never by drawn tokens; if 0, why."""
         bound, reason = self._bound_of(request)
+        session = self._sessions.get(request.request_id)
+        drafter_id = None if request.plan.is_off else choice.of(request.plan, session, is_asking=bound > 0)
         if bound > 0 and drafter_id is None:
             is_known = bool(self._drafters)
             reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
             bound = 0
-        if self._pricing is None:
-            return AskLength(bound, reason)
         needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
-        length, price_reason = self._pricing.ask(request, drafter_id or "", bound, needs)
-        return AskLength(length, reason or price_reason)
+        return Ask(request, drafter_id or "", bound, needs), reason
+
+    def _lengths_of(self, rounds: Sequence[tuple[Ask, DisabledReason | None]]) -> Sequence[AskLength]:
+        """Begin the priced rounds of a step: decide how many tokens to ask for."""
+        if self._pricing is None:
+            return [AskLength(ask.bound) for ask, _ in rounds]
+        return self._pricing.ask_all([ask for ask, _ in rounds])
 
     def _bound_of(self, request: Request) -> AskLength:
         """Return the longest draft that plan, request and remaining places allow; if it is 0, with the reason."""

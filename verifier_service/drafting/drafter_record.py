@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,8 +12,8 @@ from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
 from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.messages.engine import DrafterPerformance
-from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.engine import BreakerState, DrafterPerformance
+from outrider.verifier_service.messages.request import Request, SpeculationPlan
 
 
 @dataclass(slots=True)
@@ -107,3 +109,36 @@ class DrafterRecord:
             accepted_per_round=self.draft_yield.mean_at(step),
             num_updates_behind=num_updates_behind,
         )
+
+
+class DrafterChoice:
+    """Who is asked after one step; its requests choose one after the other, before any is asked."""
+
+    def __init__(self, drafters: Mapping[str, DrafterRecord], now_s: float) -> None:
+        self._drafters, self._now_s = drafters, now_s
+        self._num_placed: Counter[str] = Counter()  # sessions that are to begin, and probes, by drafter
+
+    def of(self, plan: SpeculationPlan, session: DraftSession | None, *, is_asking: bool) -> str | None:
+        """Return the plan's drafter if its breaker allows it, else the session's, else that with fewest sessions.
+
+        Only a request that may ask takes a place.
+        """
+        own_id = None if session is None else session.drafter_id
+        found = next(filter(self._may_ask, filter(None, (plan.drafter_id, own_id))), None)
+        if found is None:
+            able = filter(self._may_ask, self._drafters)
+            found = min(able, key=lambda drafter_id: (self._num_sessions(drafter_id), drafter_id), default=None)
+        if found is not None and is_asking:
+            is_probe = self._drafters[found].breaker.state is not BreakerState.CLOSED
+            self._num_placed[found] += is_probe or found != own_id
+        return found
+
+    def _num_sessions(self, drafter_id: str) -> int:
+        return len(self._drafters[drafter_id].session_ids) + self._num_placed[drafter_id]
+
+    def _may_ask(self, drafter_id: str) -> bool:
+        """Return whether a drafter is up and its breaker allows another ask: of probes, one at a time."""
+        breaker = self._drafters[drafter_id].breaker if drafter_id in self._drafters else None
+        if breaker is None or breaker.state is BreakerState.CLOSED:
+            return breaker is not None
+        return breaker.would_allow(self._now_s) and not self._num_placed[drafter_id]

@@ -23,7 +23,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, NO_NEEDS, Draft, DraftNeeds
 from outrider.verifier_service.messages.engine import NEVER, StepTime
@@ -34,6 +33,8 @@ from outrider.verifier_service.pricing.found_drafts import FoundDrafts
 from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.pricing.masked_drafts import MaskedDrafts
 from outrider.verifier_service.pricing.offer import (
+    Ask,
+    AskLength,
     Offer,
     PricedRequest,
     PricedRound,
@@ -56,13 +57,6 @@ FIRST_PLAIN_STEPS = 2  # plain steps in a row that are all learnt from: the firs
 # whose drafts and masks are decided here: the base is the step without them
 DECIDED = (RoundKind.PRICED, RoundKind.FOUND, RoundKind.MASKED)
 PLAIN_STRIDE = 8  # of the plain steps after those, each so manieth is learnt from, for all: pricing costs time
-
-
-class AskLength(NamedTuple):
-    """How many tokens to ask a drafter for."""
-
-    length: int
-    reason: DisabledReason | None = None  # why it is 0, or why a probe does not pay
 
 
 @dataclass(slots=True)
@@ -127,6 +121,10 @@ class DraftPricing:
     def can_learn_later(self, num_requests: int) -> bool:
         """Return whether a step's requests may ask again before it is learnt from: a price is there, or not needed."""
         return self._levels is None or self.masked is not None or not self._levels.at(num_requests).price.is_new
+
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        """Begin the rounds of a step's requests; see `ask`."""
+        return [self.ask(*one) for one in asks]
 
     def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
         """Begin a request's round: decide how many of `bound` tokens to ask its drafter for.
@@ -224,6 +222,10 @@ class DraftPricing:
         self._probes.spend(times[-1] - times[0] + times[0] / self._base.num_tokens)  # its request misses a step, too
         asked.length, asked.is_probe = length, True
         asked.by_history = self._survivals(request_id, kept, asked)
+
+    def admit_all(self, drafts: Sequence[tuple[Request, Draft]]) -> list[Draft]:
+        """Return, of each of a step's drafts, the part that is worth verifying; see `admit`."""
+        return [self.admit(*one) for one in drafts]
 
     def admit(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying at the price of earlier steps."""

@@ -8,14 +8,30 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
-from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, NO_NEEDS, ROOT, Draft, DraftNeeds
+from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.step_price import Slot
 from outrider.verifier_service.pricing.survival import LastRound
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
+
+
+class Ask(NamedTuple):
+    """A request that may ask a drafter for up to `bound` tokens; 0: it cannot draft."""
+
+    request: Request
+    drafter_id: str
+    bound: int
+    needs: DraftNeeds = NO_NEEDS
+
+
+class AskLength(NamedTuple):
+    """How many tokens to ask a drafter for."""
+
+    length: int
+    reason: DisabledReason | None = None  # why it is 0, or why a probe does not pay
 
 
 class Offer(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, Draft
@@ -11,10 +12,10 @@ from outrider.verifier_service.scheduling.schedule import first_nodes
 
 
 class Admission(Protocol):
-    """Decides how much of a draft is verified."""
+    """Decides how much of drafts is verified."""
 
-    def admit(self, request: Request, draft: Draft) -> Draft:
-        """Return the part of a draft to verify; its length must not depend on tokens drawn beyond it."""
+    def admit_all(self, drafts: Sequence[tuple[Request, Draft]]) -> Sequence[Draft]:
+        """Return the part of each draft to verify; its length must not depend on tokens drawn beyond it."""
 
     def drafts_on(self, request: Request) -> bool:
         """Return whether a draft is wanted after the request's next step, as far as is known."""
@@ -25,11 +26,23 @@ class DraftShares:
 
     def __init__(self, max_model_len: int, admission: Admission | None) -> None:
         self._max_model_len, self._admission = max_model_len, admission
+        self._paying: dict[str, Draft] = {}  # of the step that is planned: each draft's part that is worth verifying
         self.masks: MaskPlanner | None = None  # for drafts by masks, of every request that has drafts
 
     def max_total_tokens(self, request: Request) -> int:
         """Return how many tokens a request can come to, its prompt included."""
         return min(self._max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
+
+    def begin_step(self, running: Iterable[Request]) -> None:
+        """Decide of all drafts of the running requests at once how much of them is worth verifying."""
+        self._paying = self._admitted(running)
+
+    def _admitted(self, requests: Iterable[Request]) -> dict[str, Draft]:
+        drafts = [(one, one.draft) for one in requests if one.draft is not None and one.draft.token_ids]
+        if self._admission is None or not drafts:
+            return {}
+        paying = self._admission.admit_all(drafts)
+        return {request.request_id: part for (request, _), part in zip(drafts, paying, strict=True)}
 
     def cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
         """Return the part of a request's draft that this step verifies; count the tokens that are cut.
@@ -44,7 +57,9 @@ class DraftShares:
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
         # One place is left for the recovered or bonus token.
         max_depth = self.max_total_tokens(request) - request.num_tokens - 1
-        paying = draft if self._admission is None else self._admission.admit(request, draft)
+        if request.request_id not in self._paying:  # it was not running yet when the step began
+            self._paying |= self._admitted([request])
+        paying = self._paying.pop(request.request_id, draft)
         kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
         request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
         return kept if kept.token_ids else None

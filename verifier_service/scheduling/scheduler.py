@@ -164,6 +164,7 @@ class Scheduler:
             step.budget = min(step.budget, BACKGROUND_TOKENS)
         else:
             self._preempt_background()
+        self.shares.begin_step(self._running)
         self._schedule_running(step, now_s)
         if not step.preempted:  # after a preemption the pool has no room for new requests
             self._admit_waiting(step)

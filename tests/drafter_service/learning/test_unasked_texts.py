@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from outrider.drafter_service.learning.reservoir import Reservoir
 from outrider.drafter_service.learning.shelf import Shelf
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, NO_NEEDS, DraftNeeds
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DraftNeeds
 from outrider.verifier_service.messages.engine import ControlResult
-from outrider.verifier_service.messages.request import DisabledReason, Request
-from outrider.verifier_service.pricing.draft_pricing import AskLength, DraftPricing
+from outrider.verifier_service.messages.request import DisabledReason
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import Ask, AskLength
 from tiny.scripted_drafter import ScriptedDrafter, scripted_engine
 
 NUM_REQUESTS, NUM_TOKENS = 24, 12
@@ -29,8 +31,8 @@ NUM_REQUESTS, NUM_TOKENS = 24, 12
 class NothingPays(DraftPricing):
     """A price at which no draft is worth its verification."""
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
-        return AskLength(0, DisabledReason.LOAD)
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        return [AskLength(0, DisabledReason.LOAD)] * len(asks)
 
 
 class Pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
-    NO_NEEDS,
     Close,
     Commit,
     Draft,
@@ -33,7 +32,7 @@ from outrider.verifier_service.messages.request import (
     Request,
     SpeculationPlan,
 )
-from outrider.verifier_service.pricing.draft_pricing import AskLength
+from outrider.verifier_service.pricing.offer import Ask, AskLength
 from support import parts
 from support.parts import VOCAB_SIZE
 
@@ -260,9 +259,9 @@ class HeardPricing:
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, bool]] = []
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
-        self.heard.append((drafter_id, bound, needs.predictions))
-        return AskLength(bound)
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        self.heard += [(ask.drafter_id, ask.bound, ask.needs.predictions) for ask in asks]
+        return [AskLength(ask.bound) for ask in asks]
 
 
 @pytest.fixture
@@ -444,8 +443,8 @@ class ClosedPricing:
     def __init__(self) -> None:
         self.probe_length = 0
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
-        return AskLength(self.probe_length)
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        return [AskLength(self.probe_length)] * len(asks)
 
 
 def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_forgotten(bench: Bench):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, Dr
 from outrider.verifier_service.drafting.served_texts import MAX_TOKENS_AT_ONCE, TOKENS_PER_S
 from outrider.verifier_service.messages.draft import (
     MAX_SAMPLE_TOKENS,
-    NO_NEEDS,
     Close,
     Commit,
     Draft,
@@ -32,7 +31,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.pricing.draft_pricing import AskLength
+from outrider.verifier_service.pricing.offer import Ask, AskLength
 
 LEARNS = DraftNeeds(taps=(0,), num_top=1, learns=True)
 OFF = SpeculationPlan(draft_length=0, disabled_reason=DisabledReason.LOAD)
@@ -55,8 +54,8 @@ class Price:
     price = None
     is_open = True
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
-        return AskLength(bound if self.is_open else 0, None if self.is_open else DisabledReason.LOAD)
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        return [AskLength(ask.bound) if self.is_open else AskLength(0, DisabledReason.LOAD) for ask in asks]
 
 
 class Bench:
