@@ -33,17 +33,38 @@ class Architecture:
     tensor_parallel: bool = False  # the library's sharding plan is correct for our engine
     is_tested: bool = True  # False: served only if the start check finds the library's logits
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): from the model's tensor names to checkpoints'
+    whole: str | None = None  # the multimodal model of a text part for which the library has no class alone
 
 
-CHECKPOINT_ALIASES = ((r"^(model|transformer|gpt_neox)\.", ""),)  # checkpoints of the base model without head
+CHECKPOINT_ALIASES = (
+    (r"^model\.", "model.language_model."),  # text parts of multimodal models
+    (r"^model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^(model|transformer|gpt_neox)\.", ""),  # checkpoints of the base model without head
+)
 _MIXTRAL_NAMES = ((r"\.mlp\.", ".block_sparse_moe."),)
+_HUNYUAN_NAMES = (
+    (r"\.mlp\.e_score_correction_bias$", ".mlp.expert_bias"),
+    (r"\.mlp\.gate\.", ".mlp.router.gate."),
+    (r"\.shared_experts\.", ".shared_mlp."),
+)
+_LAGUNA_NAMES = (
+    (r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"),
+    (r"\.shared_experts\.", ".shared_expert."),
+)
+_STEP_NAMES = (
+    (r"^model\.language_model\.", "model."),
+    (r"^model\.language_model(.*)\.mlp\.gate\.e_score_correction_bias$", r"model\1.moe.router_bias"),
+    (r"^model\.language_model(.*)\.mlp\.shared_experts\.", r"model\1.share_expert."),
+    (r"^model\.language_model(.*)\.mlp\.(experts\.)?", r"model\1.moe."),
+)
 IGNORED_TENSORS = (
     r"rotary_emb\.inv_freq$",  # buffers in old checkpoints
     r"\.attn\.(masked_)?bias$",
     r"\.attention\.(masked_)?bias$",
-    r"^(model\.)?(vision_tower|multi_modal_projector)\.",  # multimodal models of which the text part is served
+    # multimodal models, of which the text part is served
+    r"^(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal_|mm_|vit_|vision_)\w*\.",
 )
-_TEXT_PART = ((r"^model\.", "language_model.model."), (r"^model\.", "model.language_model."))
 
 _PLAIN = Architecture()
 _UNLISTED = Architecture(is_tested=False)
@@ -55,15 +76,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere": _PLAIN,
     "gemma": _SHARDED,
     "gemma2": _SHARDED,
-    "gemma3_text": Architecture(tensor_parallel=True, aliases=_TEXT_PART),
+    "deepseek_v3": _SHARDED,
+    "ernie4_5_moe": Architecture(tensor_parallel=True, aliases=((r"\.gate\.moe_statics\.", ".moe_statics."),)),
+    "gemma3_text": _SHARDED,
+    "gemma4_text": _PLAIN,
+    "gemma4_unified_text": _PLAIN,
     "glm4": _PLAIN,
+    "glm4_moe": _SHARDED,
+    "glm_ocr_text": Architecture(whole="glm_ocr"),
     "gpt2": _PLAIN,
     "gpt_neox": Architecture(tensor_parallel=True, aliases=((r"^lm_head\.", "embed_out."),)),
+    "gpt_oss": _PLAIN,
     "granite": _SHARDED,
+    "hy_v3": Architecture(tensor_parallel=True, aliases=_HUNYUAN_NAMES),
+    "laguna": Architecture(tensor_parallel=True, aliases=_LAGUNA_NAMES),
     "llama": _SHARDED,
+    "mimo_v2_flash": Architecture(aliases=((r"\.sinks$", ".attention_sink_bias"),)),
+    "minimax_m2": Architecture(aliases=_MIXTRAL_NAMES),
     "ministral": _SHARDED,
+    "ministral3": _SHARDED,
     "mistral": _SHARDED,
+    "mistral4": _SHARDED,
     "mixtral": Architecture(tensor_parallel=True, aliases=_MIXTRAL_NAMES),
+    "muse_glimmer_text": Architecture(whole="muse_glimmer"),
     "olmo": _PLAIN,
     "olmo2": _PLAIN,
     "olmoe": _PLAIN,
@@ -74,22 +109,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": _PLAIN,
     "qwen3": _SHARDED,
     "qwen3_moe": _SHARDED,
+    "qwen3_vl_moe_text": Architecture(whole="qwen3_vl_moe"),
     "smollm3": _SHARDED,
     "stablelm": _PLAIN,
     "starcoder2": _SHARDED,
+    "step3p5": Architecture(whole="step3p7", aliases=_STEP_NAMES),
 }
 
-_TEXT_PART_SERVED = ("gemma3",)  # multimodal models of which only the language model is served
-
 # reasons for the refusal of architectures that would silently give wrong logits in a packed batch
+_RECURRENT = "its linear attention keeps recurrent state outside of the KV blocks"
+_SPARSE = "its sparse attention chooses keys by an indexer, which keeps its own outside of the KV blocks"
 _REASONS = {
-    "qwen3_next": "its linear attention keeps recurrent state outside of the KV blocks",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "minimax"), _RECURRENT
+    ),
+    **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), "it keeps recurrent state outside of the KV blocks"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "minimax_m3_vl_text"), _SPARSE),
+    "deepseek_v4": "its attention reads compressed tokens, which are outside of the KV blocks",
+    "inkling_text": "its short convolutions keep state outside of the KV blocks",
     "llama4_text": "its chunked attention and temperature tuning depend on the packed batch's positions",
-    "gptj": "its attention does not go through the library's attention interface",
-    "codegen": "its attention does not go through the library's attention interface",
-    "gpt_oss": "its checkpoints are quantised",
-    "mamba": "it keeps recurrent state outside of the KV blocks",
-    "mamba2": "it keeps recurrent state outside of the KV blocks",
+    **dict.fromkeys(("gptj", "codegen"), "its attention does not go through the library's attention interface"),
 }
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json")
@@ -134,7 +173,7 @@ def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfi
     """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
     whole = _read_whole(folder, config)
     _require_plain_weights(whole)  # `quantization_config` belongs to the whole model
-    description = whole.get_text_config() if whole.model_type in _TEXT_PART_SERVED else whole
+    description = whole.get_text_config()
     require_supported(description, config.tensor_parallel_size)
     return description
 
@@ -188,10 +227,12 @@ def expert_shape(description: PreTrainedConfig) -> ExpertShape | None:
 
     The library's `attribute_map` gives `num_experts` for other spellings in checkpoints.
     """
-    num_experts = getattr(description, "num_experts", None)
+    counts = (getattr(description, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_experts = next(filter(None, counts), None)
     if not num_experts:  # 0: a dense model of a family that also has mixtures
         return None
-    return ExpertShape(num_experts=num_experts, num_active=description.num_experts_per_tok)
+    num_active = getattr(description, "num_experts_per_tok", None) or description.top_k_experts
+    return ExpertShape(num_experts=num_experts, num_active=num_active)
 
 
 def batch_dependent_rope(parameters: Any) -> str | None:

@@ -27,8 +27,9 @@ class LibraryModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.dtype, self.device = model.dtype, model.device
-        self.hidden_size: int = model.config.hidden_size
-        self.num_layers: int = model.config.num_hidden_layers
+        description = model.config.get_text_config()
+        self.hidden_size: int = description.hidden_size
+        self.num_layers: int = description.num_hidden_layers
 
     @property
     @torch.inference_mode()
@@ -94,7 +95,7 @@ def round_linears(model: PreTrainedModel) -> None:
 
 def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
     """Return the module that holds a causal model's decoder layers, and the attribute's name."""
-    num_layers = model.config.num_hidden_layers
+    num_layers = model.config.get_text_config().num_hidden_layers
     for parent in model.base_model.modules():
         for name, child in parent.named_children():
             if isinstance(child, torch.nn.ModuleList) and len(child) == num_layers:

@@ -10,6 +10,7 @@ import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.model.architectures import UnsupportedModelError
+from outrider.verifier_service.model.empty_model import text_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -105,19 +106,34 @@ def make_tiny_model(description: PreTrainedConfig, tensor_parallel_size: int) ->
     It tests slicing and windows. The full model cannot: the library's forward would need the weights of all ranks, and
     a window of thousands of tokens would need sequences as long.
     """
-    from transformers import AutoModelForCausalLM
-
-    tiny = type(description).from_dict({**description.to_dict(), **_tiny_fields(description, tensor_parallel_size)})
+    own = description.to_dict()
+    own.pop("per_layer_config", None)  # derived from other fields
+    tiny = type(description).from_dict({**own, **_tiny_fields(description, tensor_parallel_size)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(tiny, attn_implementation="eager", dtype=torch.float32).eval()
+        return text_model(tiny, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def _tiny_layers(description: PreTrainedConfig) -> dict[str, Any]:
+    """Return two layers of each kind: the config's lists with an entry for each layer, cut to them."""
+    count = description.num_hidden_layers
+    fields = description.to_dict().items()
+    lists = {name: each for name, each in fields if isinstance(each, list) and len(each) == count}
+    kinds = list(zip(*lists.values(), strict=True))
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * 2 or [0, 0]
+    return {
+        "num_hidden_layers": len(chosen),
+        "num_kv_shared_layers": len(chosen) // 2 if getattr(description, "num_kv_shared_layers", 0) else 0,
+        **{name: [each[index] for index in chosen] for name, each in lists.items()},
+    }
 
 
 def _tiny_fields(description: PreTrainedConfig, size: int) -> dict[str, Any]:
     num_heads, head_dim = 2 * size, 16
     own_kv_heads = getattr(description, "num_key_value_heads", None) or num_heads
-    layer_types = list(dict.fromkeys(getattr(description, "layer_types", None) or [])) * 2
+    layers = _tiny_layers(description)
     fields: dict[str, Any] = {
+        **layers,
         "vocab_size": 251,  # not divisible: the last rank holds fewer rows
         "hidden_size": num_heads * head_dim,
         "head_dim": head_dim,
@@ -128,8 +144,10 @@ def _tiny_fields(description: PreTrainedConfig, size: int) -> dict[str, Any]:
         "num_local_experts": 4,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "num_hidden_layers": len(layer_types) or 2,
-        "layer_types": layer_types or None,
+        "num_attention_heads_per_layer": [num_heads] * layers["num_hidden_layers"],
+        "num_sliding_attention_heads": num_heads,
+        "num_global_key_value_heads": min(2, getattr(description, "num_global_key_value_heads", None) or 2),
+        "vocab_size_per_layer_input": 251,
         "mlp_only_layers": [0] if getattr(description, "mlp_only_layers", None) else [],
         "initializer_range": 0.2,
         "pad_token_id": 0,
@@ -140,8 +158,9 @@ def _tiny_fields(description: PreTrainedConfig, size: int) -> dict[str, Any]:
         fields["sliding_window"] = TINY_WINDOW
     if getattr(description, "attention_chunk_size", None):
         fields["attention_chunk_size"] = TINY_WINDOW
-    if hasattr(description, "qk_rope_head_dim"):
-        del fields["head_dim"]  # latent attention derives it from other sizes
+    has_sections = "mrope_section" in (getattr(description, "rope_parameters", None) or {})
+    if hasattr(description, "qk_rope_head_dim") or has_sections:
+        del fields["head_dim"]  # latent attention derives it from other sizes; sections share it out
     return {name: value for name, value in fields.items() if _can_be_set(description, name)}
 
 

@@ -12,7 +12,7 @@ import torch
 from outrider.verifier_service.formats.checkpoint import Shard, TensorSource, WeightError
 
 _SETTINGS = (bool, int, float, str, tuple)
-_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
+_EXPERT = re.compile(r"^(?P<experts>.*\.(experts|moe))\.(?P<kind>gate_up_proj|down_proj)$")
 
 
 class MissingTensorsError(WeightError):
@@ -50,13 +50,17 @@ class WeightReader:
     def read_part(self, names: Sequence[str], shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         """Read this rank's slice, of this shape, of the first of `names` that the checkpoint has.
 
-        A fused tensor of experts may be stored as one tensor per expert. Raises `WeightError`.
+        A fused tensor of experts may be stored as one tensor per expert, as gate and up apart, or transposed. Raises
+        `WeightError`.
         """
         for name in names:
             for source in self._candidates(name):
                 if source in self._source:
                     self._used.add(source)
                     return _read_whole(self._source, source, shape, shard)
+                if stacks := _stacked_sources(self._source, source):
+                    self._used |= set(stacks)
+                    return _read_stacked(self._source, stacks, shape, shard)
                 if parts := _expert_sources(self._source, source, shape[0] if shape else 0):
                     self._used |= set(chain.from_iterable(parts))
                     return _read_experts(self._source, parts, shape, shard)
@@ -200,6 +204,8 @@ def _read_checked(
 def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
     """Read a tensor that the checkpoint has under one name, fused experts included."""
     match = _EXPERT.match(source)
+    if match is not None and checkpoint.shape(source) == (expected[0], expected[2], expected[1]) != expected:
+        return checkpoint.read(source).transpose(1, 2).contiguous()
     if match is None or shard is None:
         return _read_checked(checkpoint, source, expected, shard)
     # [num_experts, rows, columns]: `shard` indexes one expert's gate, up or down tensor
@@ -213,6 +219,24 @@ def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...]
         for part in range(num_parts)
     ]
     return torch.cat([_read_checked(checkpoint, source, tuple(shape), one) for one in shards], dim=shard.dim + 1)
+
+
+def _stacked_sources(checkpoint: TensorSource, name: str) -> list[str]:
+    """Return the names of all experts' gate and up tensors, or their down tensor, [num_experts, ...]; [] if none."""
+    match = _EXPERT.match(name)
+    if match is None:
+        return []
+    parts = ["gate_proj", "up_proj"] if match["kind"] == "gate_up_proj" else ["down_proj"]
+    names = [f"{match['experts']}.{part}.weight" for part in parts]
+    return names if all(each in checkpoint for each in names) else []
+
+
+def _read_stacked(
+    checkpoint: TensorSource, sources: list[str], expected: tuple[int, ...], shard: Shard | None
+) -> torch.Tensor:
+    shape = (expected[0], expected[1] // len(sources), expected[2])
+    inner = None if shard is None else Shard(dim=shard.dim + 1, start=shard.start, stop=shard.stop)
+    return torch.cat([_read_checked(checkpoint, source, shape, inner) for source in sources], dim=1)
 
 
 def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> list[list[str]]:

@@ -7,16 +7,23 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from outrider.verifier_service.handover.kv_bytes import EngineKV, follower_calls
 from outrider.verifier_service.messages.batch import placeholder_token
-from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
+from outrider.verifier_service.model.architectures import (
+    ARCHITECTURES,
+    UnsupportedModelError,
+    require_supported,
+)
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.start_check import make_tiny_model
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
+from tiny.hub.families import FAMILIES, make_family_checkpoint
 from tiny.models import (
+    TINY_ARCHITECTURES,
     forked_batches,
     full_logits,
     make_checkpoint,
@@ -37,7 +44,8 @@ VARIANTS = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "mixed_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
 }
-CASES = {name: (name, {}) for name in SHARDED} | VARIANTS
+CASES = {name: (name, {}) for name in SHARDED if name in TINY_ARCHITECTURES} | VARIANTS
+SHARDED_FAMILIES = sorted(name for name, family in FAMILIES.items() if family.text_type in SHARDED)
 
 
 def config_of(folder: str) -> ModelConfig:
@@ -63,9 +71,21 @@ def pair():
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_two_ranks_equal_the_library(pair, tmp_path, case):
-    group, connection = pair
     model_type, overrides = CASES[case]
     model = make_checkpoint(tmp_path, model_type, **overrides)
+    assert_each_rank_read_its_share(model, assert_ranks_equal(model, pair, tmp_path))
+
+
+@pytest.mark.parametrize("name", SHARDED_FAMILIES)
+def test_two_ranks_equal_a_familys_library(pair, tmp_path, name):
+    model = make_family_checkpoint(tmp_path, name)
+    bytes_read = assert_ranks_equal(model, pair, tmp_path)
+    assert max(bytes_read) < 0.9 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def assert_ranks_equal(model, pair, tmp_path) -> tuple[int, int]:
+    """Return how many bytes of weights each rank has read."""
+    group, connection = pair
     connection.send_bytes(str(tmp_path).encode())
     runner = ModelRunner(config_of(str(tmp_path)), group)
     bytes_read = (runner.weight_bytes_read, int(connection.recv_bytes()))
@@ -78,7 +98,7 @@ def test_two_ranks_equal_the_library(pair, tmp_path, case):
         wanted += [expected[index][position] for index, position in rows]
     parallel.close()
     assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
-    assert_each_rank_read_its_share(model, bytes_read)
+    return bytes_read
 
 
 def test_block_copies_reach_every_rank(pair, tmp_path):
@@ -125,10 +145,9 @@ def assert_each_rank_read_its_share(model: torch.nn.Module, bytes_read: tuple[in
 
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(SHARDED)))
-def test_the_others_are_refused_by_name(tmp_path, name):
-    make_checkpoint(tmp_path, name)
+def test_the_others_are_refused_by_name(name):
     with pytest.raises(UnsupportedModelError, match=rf"{name}: .*tensor_parallel_size"):
-        ModelRunner(config_of(str(tmp_path)), TensorParallelGroup.single())
+        require_supported(AutoConfig.for_model(name), 2)
 
 
 class LoneRank(TensorParallelGroup):

@@ -26,21 +26,6 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 4
 GOOD: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "deepseek_v3": {  # latent attention: keys and values of different sizes
-        "head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 24,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
     "ernie4_5": {},
     "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "glm": {},
@@ -54,7 +39,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 2}, "0 of 2 layers"),
     "diffllama": ({"num_key_value_heads": 4}, "attends twice"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "2 of 4 layers"),
-    "minimax": ({"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}, "of . layers"),
     "gpt_neox_japanese": ({}, "0 of 2 layers"),
 }
 

@@ -17,7 +17,7 @@ from outrider.verifier_service.model.architectures import (
 )
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.weights import load_weights
-from tiny.models import full_logits, make_checkpoint, make_model
+from tiny.models import TINY_ARCHITECTURES, full_logits, make_checkpoint, make_model
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 100, 7]
@@ -40,7 +40,7 @@ def rewrite(folder: Path, change) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", sorted(TINY_ARCHITECTURES))
 def test_every_parameter_and_buffer_is_the_librarys(tmp_path, name):
     reference = make_checkpoint(tmp_path, name)
     model = load(tmp_path, reference)

@@ -1,0 +1,95 @@
+"""Every family of docs/models.md that runs: its tiny checkpoint gives the library's logits and tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from exactness.small_engines import Hints, Limits, generate, make_engine
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny.hub.families import FAMILIES, make_family_checkpoint
+from tiny.models import full_logits, random_sequences, relative_difference, scattered_batches
+
+NUM_BLOCKS, BLOCK_SIZE = 64, 4
+NUM_NEW_TOKENS = 12
+PROMPTS = random_sequences((5, 21, 14))
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    model: PreTrainedModel
+    runner: ModelRunner
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_family_checkpoint(folder, request.param)
+    config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return Served(model, ModelRunner(config, TensorParallelGroup.single()))
+
+
+def test_its_logits_are_the_librarys(served: Served) -> None:
+    sequences = random_sequences((41, 9, 26))
+    expected = [full_logits(served.model, sequence) for sequence in sequences]
+    got, wanted = [], []
+    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+        got.append(served.runner.execute(batch))
+        wanted += [expected[index][position] for index, position in rows]
+    assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
+
+
+def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(served: Served) -> None:
+    expected = {tuple(prompt): library_tokens(served.model, prompt) for prompt in PROMPTS}
+    drafts = Hints(expected)
+    requests = [
+        GenerationRequest(
+            request_id=f"{turn}{index}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True),
+            plan=SpeculationPlan(draft_length=4),
+        )
+        for turn in "ab"
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    engine = make_engine(served.runner, drafts, Limits(max_num_batched_tokens=24, num_blocks=14))
+    generated = generate(engine, drafts, requests)
+    for request in requests:
+        assert generated.token_ids[request.request_id] == expected[request.prompt_token_ids]
+    assert 0 < generated.num_accepted_tokens < generated.num_draft_tokens
+    assert generated.num_cached_tokens > 0
+    assert generated.num_preempted_waits > 0
+
+
+def library_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Decode greedily, the whole sequence anew for each token."""
+    token_ids = list(prompt)
+    for _ in range(NUM_NEW_TOKENS):
+        token_ids.append(int(full_logits(model, token_ids)[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def rows_of_the_page() -> list[list[str]]:
+    """Return the cells of the table of docs/models.md."""
+    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_page_has_all_recipes_with_speculation_and_only_families_that_run() -> None:
+    rows = rows_of_the_page()
+    counts = {cells[1]: len(cells[0].split(",")) for cells in rows if cells[1].startswith("`")}
+    assert sum(len(cells[0].split(",")) for cells in rows) == 58
+    assert {name.strip("`") for name in counts} <= FAMILIES.keys()
+    assert all(cells[4].startswith("runs" if cells[1].startswith("`") else "refused") for cells in rows)
+    beside = set(re.findall(r"\(`([\w.-]+)`\)", (ROOT / "docs/models.md").read_text()))
+    assert {name.strip("`") for name in counts} | beside >= FAMILIES.keys()
