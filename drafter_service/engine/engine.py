@@ -19,7 +19,7 @@ from outrider.drafter_service.engine.drafter import (
 )
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.learning_messages import ServedSample
-from outrider.drafter_service.engine.messages import Addressed
+from outrider.drafter_service.engine.messages import Addressed, framed
 from outrider.drafter_service.engine.sessions import (
     Round,
     RunningMean,
@@ -34,6 +34,7 @@ from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
+    Commits,
     Draft,
     Open,
     Resync,
@@ -50,6 +51,7 @@ class DraftEngine:
     Seed           responses of rollouts that ended elsewhere, for a drafter that remembers them
     Open, States   a session: the request's committed tokens, and the target's states where the drafter reads them
     Commit         tokens that were committed since, and a round: a draft is asked for after them
+    Commits        the same of many sessions, in columns, as their answers are
     step           one call of the drafter with the asks of all unanswered rounds; complete drafts are answers
     run_ahead      while nothing is asked for: drafts for what may be committed next
     Resync         the answer to what contradicts a session: the verifier says all of it again
@@ -82,6 +84,7 @@ class DraftEngine:
         self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
         self._asked: dict[int, Session] = {}  # by the ask of their unanswered round, oldest round first
         self._outbox: list[Addressed] = []
+        self._columns: dict[str, list[Draft]] = {}  # by peer: answers to what it asked for in columns
         self._num_asks = 0
         self._draft_s = RunningMean()  # from a round to its answer
 
@@ -91,6 +94,10 @@ class DraftEngine:
 
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
+        if isinstance(message, Commits):
+            for commit in message.commits():
+                self._commit(SessionKey(peer, commit.request_id), commit, in_columns=True)
+            return
         key = SessionKey(peer, message.request_id)
         match message:
             case Open():
@@ -118,9 +125,10 @@ class DraftEngine:
         for session in self._sessions.of_peer(peer):
             self._drop(session.key)
         self._outbox = [(to, message) for to, message in self._outbox if to != peer]
+        self._columns.pop(peer, None)
 
     def has_work(self) -> bool:
-        return bool(self._asked or self._outbox)
+        return bool(self._asked or self._outbox or self._columns)
 
     def load(self) -> DrafterLoad:
         return DrafterLoad(
@@ -155,8 +163,9 @@ class DraftEngine:
 
     def flush(self) -> list[Addressed]:
         """Return the messages that need no step: resyncs, and answers that were prepared."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
+        outbox, columns = self._outbox, self._columns
+        self._outbox, self._columns = [], {}
+        return outbox + [(peer, frame) for peer, drafts in columns.items() for frame in framed(drafts)]
 
     def has_spare_work(self) -> bool:
         """Return whether `run_ahead` has anything to do: only while nothing is asked for."""
@@ -216,7 +225,7 @@ class DraftEngine:
             self._refuse(grown, f"states of {grown.states.num_bytes} bytes, max_state_bytes is {limit}")
         self._evict(self._sessions.surplus_states(limit, spared=grown))
 
-    def _commit(self, key: SessionKey, message: Commit) -> None:
+    def _commit(self, key: SessionKey, message: Commit, *, in_columns: bool = False) -> None:
         session = self._sessions.get(key)
         if session is None or message.position != len(session.token_ids):
             self._ask_for_resync(key)
@@ -236,7 +245,7 @@ class DraftEngine:
         length = self._draft_length(session, message.max_length)
         if length == 0:
             self._spare_time.forget(key)
-            self._reply_empty(key, message.round_id, len(session.token_ids))
+            self._reply_empty(key, message.round_id, len(session.token_ids), in_columns)
             return
         self._num_asks += 1
         ask = Ask(
@@ -252,7 +261,7 @@ class DraftEngine:
             predicted_ids=self._known_predictions(message),
             forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
         )
-        session.round = Round(ask, message.round_id, now_s)
+        session.round = Round(ask, message.round_id, now_s, in_columns)
         self._asked[ask.ask_id] = session
         if self._spare_time.expects(key):
             draft = self._spare_time.answer(ask, session.pause_s.value)
@@ -343,7 +352,7 @@ class DraftEngine:
     def _answer_empty(self, session: Session) -> None:
         """Answer a session's round, where it has one, by an empty draft."""
         if (unanswered := self._take_round(session)) is not None:
-            self._reply_empty(session.key, unanswered.round_id, len(session.token_ids))
+            self._reply_empty(session.key, unanswered.round_id, len(session.token_ids), unanswered.in_columns)
 
     def _expire(self) -> None:
         for session in self._sessions.expired(self._clock()):
@@ -364,8 +373,14 @@ class DraftEngine:
         self.counters.num_draft_tokens += len(draft.token_ids)
         if self.observer is not None:
             self.observer.answer(session, unanswered.ask, draft, was_ahead=was_ahead)
-        self._outbox.append((session.key.peer, draft))
+        self._reply(session.key.peer, draft, unanswered.in_columns)
 
-    def _reply_empty(self, key: SessionKey, round_id: int, position: int) -> None:
+    def _reply_empty(self, key: SessionKey, round_id: int, position: int, in_columns: bool) -> None:
         draft = Draft(request_id=key.request_id, round_id=round_id, position=position, token_ids=())
-        self._outbox.append((key.peer, draft))
+        self._reply(key.peer, draft, in_columns)
+
+    def _reply(self, peer: str, draft: Draft, in_columns: bool) -> None:
+        if in_columns:
+            self._columns.setdefault(peer, []).append(draft)
+        else:
+            self._outbox.append((peer, draft))

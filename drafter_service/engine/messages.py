@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.drafter_service.engine.learning_messages import (
@@ -11,11 +12,12 @@ from outrider.drafter_service.engine.learning_messages import (
     TrialCounts,
     VersionCounts,
 )
-from outrider.verifier_service.messages.draft import DrafterMessage, DraftNeeds
+from outrider.verifier_service.messages.draft import Draft, DrafterMessage, DraftNeeds, Drafts
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import CONTROLS, ControlResult, PeerState, Relay
 
 Addressed = tuple[str, DrafterMessage]  # the peer that a message goes to, and the message
+MAX_ROW_IDS = 1 << 16  # of `draft_probs` in a frame of several drafts: with their weights half a mebibyte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,42 @@ class DrafterUpdate:
     trial: TrialCounts | None = None  # None: there is no shadow
     versions: tuple[VersionCounts, ...] = ()  # the last ones, the present one last
     shadow_error: str = ""  # why the shadow was dropped while it drafted
+
+
+def framed(drafts: Iterable[Draft]) -> Iterator[DrafterMessage]:
+    """Put the answers to one peer into as few frames as hold them; what is no chain stays a message of its own."""
+    frames: dict[tuple[bool, bool], dict[str, Draft]] = {}  # by kind and request
+    num_row_ids = 0
+    for draft in drafts:
+        if not _is_chain(draft):
+            yield draft
+            continue
+        kind = (draft.draft_probs is None, draft.confidences is None)
+        frame = frames.setdefault(kind, {})
+        num_row_ids += (num_new := sum(len(row.token_ids) for row in draft.draft_probs or ()))
+        if frame and (num_row_ids > MAX_ROW_IDS or draft.request_id in frame):
+            yield from _frame(list(frame.values()))
+            frame.clear()
+            num_row_ids = num_new
+        frame[draft.request_id] = draft
+    for frame in frames.values():
+        yield from _frame(list(frame.values()))
+
+
+def _is_chain(draft: Draft) -> bool:
+    """Return whether a draft is a chain with one confidence and one row for each token, as far as it has any."""
+    num_tokens, rows = len(draft.token_ids), draft.draft_probs
+    is_chain = draft.parents is None and (draft.confidences is None or len(draft.confidences) == num_tokens)
+    if rows is None or not is_chain:
+        return is_chain
+    return len(rows) == num_tokens and all(len(row.token_ids) == len(row.weights) for row in rows)
+
+
+def _frame(drafts: Sequence[Draft]) -> Iterator[DrafterMessage]:
+    try:
+        yield Drafts.of(drafts)
+    except OverflowError:  # a plug-in's numbers that are no token ids: their verifier says so
+        yield from drafts
 
 
 LEARNING_CONTROLS = (SetLearning, TakeTexts)  # from the drafter's own shell alone, never over a link

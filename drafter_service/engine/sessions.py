@@ -33,6 +33,7 @@ class Round(NamedTuple):
     ask: Ask  # its length is fixed before any token of the draft is drawn
     round_id: int
     asked_s: float
+    in_columns: bool  # as it was asked for
 
 
 @dataclass(slots=True)

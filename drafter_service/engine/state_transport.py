@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import socket
 from dataclasses import dataclass, replace
 from typing import cast
@@ -23,15 +24,15 @@ from outrider.verifier_service.links.tensor_channel import (
     TensorStore,
     open_pair,
 )
-from outrider.verifier_service.messages.draft import Close, Open, States, VerifierMessage
+from outrider.verifier_service.messages.draft import Close, Commit, Commits, Open, Seed, States, VerifierMessage
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 
 
 @dataclass(slots=True)
 class _Held:
-    """A message that waits, for its own tensor or for that of one before it."""
+    """A message of one session that waits, for its own tensor or for that of one before it."""
 
-    message: VerifierMessage
+    message: Open | Seed | States | Commit | Close
     tensor: int = 0  # that it waits for; 0: none
 
 
@@ -77,6 +78,9 @@ class StateTransport:
 
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Hand a message on to the engine, now or when the states before it have come."""
+        if isinstance(message, Commits):
+            self._handle_commits(peer, message)
+            return
         key = SessionKey(peer, message.request_id)
         if isinstance(message, Open | Close):
             self._held.pop(key, None)
@@ -93,6 +97,17 @@ class StateTransport:
             self._held[key].append(_Held(message))
         else:
             self._engine.handle(peer, message)
+
+    def _handle_commits(self, peer: str, frame: Commits) -> None:
+        """Hand on the rows of sessions that nothing is held of; the others wait one by one."""
+        waiting = [SessionKey(peer, request_id) in self._held for request_id in frame.request_ids]
+        if not any(waiting):
+            self._engine.handle(peer, frame)
+            return
+        if not all(waiting):
+            self._engine.handle(peer, frame.take([row for row, waits in enumerate(waiting) if not waits]))
+        for commit in itertools.compress(frame.commits(), waiting):
+            self.handle(peer, commit)
 
     def collect(self) -> None:
         """Take in the tensors that have arrived, and let go on what waited for them."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 180  # columns of text where the output is no terminal
 EMBEDDED_INFLATE_TO = 100e6
-STATES, FROM_DRAFTER = {"States"}, {"Draft", "Resync"}  # types of messages
+STATES, FROM_DRAFTER = {"States"}, {"Draft", "Drafts", "Resync"}  # types of messages
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
-from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling, check_draft
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling
+from outrider.verifier_service.messages.draft_checks import check_draft
 
 GREEDY = DraftSampling(temperature=0.0)
 DRAWN = DraftSampling(temperature=1.0)

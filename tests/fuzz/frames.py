@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.draft import Commit, Commits, Draft, Drafts, DraftSampling, SparseRow
 from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE
 from outrider.verifier_service.messages.history import PastResponse
 from outrider.verifier_service.messages.link import (
@@ -109,9 +109,26 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
 }
 
 
+def _chain(draft: Draft, has_rows: bool) -> Draft:
+    """Make any draft a chain of one of the kinds that are framed."""
+    rows = tuple(SparseRow(token_ids=(5, 6), weights=(7, 8)) for _ in draft.token_ids)
+    chances = tuple(0.5 for _ in draft.token_ids)
+    draft = dataclasses.replace(draft, parents=None, draft_probs=None, confidences=None)
+    return dataclasses.replace(draft, **({"draft_probs": rows} if has_rows else {"confidences": chances}))
+
+
+def _frames_of(kind: type, rows: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(rows, max_size=3, unique_by=lambda row: row.request_id).map(kind.of)  # type: ignore[attr-defined]
+
+
 @cache
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Return valid values of a type that crosses the wire."""
+    if hint is Commits:
+        return _frames_of(Commits, values_of(Commit))
+    if hint is Drafts:
+        chains = values_of(Draft)
+        return st.booleans().flatmap(lambda has_rows: _frames_of(Drafts, chains.map(lambda one: _chain(one, has_rows))))
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         hints, checked = typing.get_type_hints(hint), CHECKED_FIELDS.get(hint, {})

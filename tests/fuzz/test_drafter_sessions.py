@@ -46,8 +46,8 @@ from outrider.verifier_service.messages.draft import (
     Seed,
     States,
     VerifierMessage,
-    check_draft,
 )
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.wire import decode, encode
 from tiny.dflash import dflash_head

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from exactness.references import verify_step
 from fuzz.budget import examples
 from fuzz.tally import TALLY
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import parents_of
 from outrider.verifier_service.messages.wire import WireError, decode

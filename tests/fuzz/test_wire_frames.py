@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, MESSAGE_TYPES, MESSAGES, PLAIN, replace_value, spoilt_frames
 from fuzz.tally import TALLY
-from outrider.verifier_service.messages.link import peek_request_id, peek_type
+from outrider.verifier_service.messages.link import peek_request_ids, peek_type
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 MAX_BYTES_PER_BYTE = 160  # the worst is a one-byte empty map, which Python holds in 64 bytes and a place in a list
@@ -25,7 +25,7 @@ TYPE_NAMES = sorted(message_type.__name__ for message_type in MESSAGE_TYPES)
 def decodes_or_is_refused(payload: bytes, target: str) -> None:
     """Decode, and peek as the link does: no exception but `WireError`; what decodes survives another round trip."""
     assert isinstance(peek_type(payload), str | None)
-    assert isinstance(peek_request_id(payload), str | None)
+    assert isinstance(peek_request_ids(payload), tuple)
     try:
         message = decode(payload, MESSAGE_TYPES)
     except WireError:

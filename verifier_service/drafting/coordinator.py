@@ -34,10 +34,12 @@ from outrider.verifier_service.messages.draft import (
     DraftClient,
     DrafterEvent,
     DraftNeeds,
+    Drafts,
     Resync,
     VerifierMessage,
-    check_draft,
+    each_draft,
 )
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
@@ -158,9 +160,10 @@ class DraftCoordinator:
                 max_s=self._config.max_deadline_s,
             )
         match event.message:
-            case Draft() as draft:
+            case (Draft() | Drafts()) as said:
                 received_s = now_s if event.received_s is None else min(event.received_s, now_s)
-                self._on_draft(event.drafter_id, draft, requests, received_s)
+                for draft in each_draft(said):
+                    self._on_draft(event.drafter_id, draft, requests, received_s)
             case Resync(request_id=request_id):
                 self._on_resync(event.drafter_id, request_id, requests, now_s)
 
@@ -181,12 +184,8 @@ class DraftCoordinator:
             return
         was_held, request.hold_until_s = request.hold_until_s is not None, None  # not held: preempted since the ask
         drafter = self._drafters[drafter_id]
-        problem = check_draft(
-            draft,
-            draft_vocab_size=drafter.vocab_size,
-            max_length=outstanding.max_length,
-            max_nodes=outstanding.max_nodes,
-        )
+        limits = {"max_length": outstanding.max_length, "max_nodes": outstanding.max_nodes}
+        problem = check_draft(draft, draft_vocab_size=drafter.vocab_size, **limits)
         if problem or draft.position != outstanding.position:
             self.fallbacks["bad_draft"] += 1
             drafter.breaker.record_failure(now_s)

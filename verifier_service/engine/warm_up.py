@@ -15,10 +15,12 @@ from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     ROOT,
     Commit,
+    Commits,
     Draft,
     DrafterEvent,
     SparseRow,
     VerifierMessage,
+    each_commit,
 )
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
@@ -38,7 +40,8 @@ class MadeUpDrafts:
         self._events = [DrafterEvent(drafter_id="warm-up")]
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        drafts = [_made_up(message) for message in messages if isinstance(message, Commit)]
+        asking = (message for message in messages if isinstance(message, Commit | Commits))
+        drafts = [_made_up(ask) for message in asking for ask in each_commit(message)]
         self._events += (DrafterEvent(drafter_id=drafter_id, message=draft) for draft in drafts)
 
     def poll(self) -> list[DrafterEvent]:

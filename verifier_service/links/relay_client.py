@@ -11,7 +11,19 @@ from typing import Protocol
 
 from outrider.verifier_service.links.state_ways import StateWays
 from outrider.verifier_service.links.tensor_channel import TensorSender, as_tensor
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, Resync, States, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Close,
+    Commit,
+    Commits,
+    Draft,
+    DrafterEvent,
+    Drafts,
+    Resync,
+    States,
+    VerifierMessage,
+    each_commit,
+    each_draft,
+)
 from outrider.verifier_service.messages.engine import LinkEvent, PeerState, PeerWeights, Relay
 from outrider.verifier_service.messages.link import DRAFTER_MESSAGES
 from outrider.verifier_service.messages.tensor_route import GRPC, TensorRoute
@@ -91,8 +103,9 @@ class RelayDraftClient:
             return
         if isinstance(decoded, Resync) and decoded.lost_tensors and message.peer in self._senders:
             self._senders[message.peer].close()
-        if isinstance(decoded, Draft):
-            self._observe_round(message.peer, decoded, message.received_s)
+        if isinstance(decoded, Draft | Drafts) and message.peer in self._senders:
+            for draft in each_draft(decoded):
+                self._observe_round(message.peer, draft, message.received_s)
         self._events.append(DrafterEvent(drafter_id=message.peer, message=decoded, received_s=message.received_s))
 
     def _renew_channel(self, state: PeerState) -> None:
@@ -113,8 +126,9 @@ class RelayDraftClient:
         for message in messages:
             framed = self._offer_states(drafter_id, message) if isinstance(message, States) else message
             self._outbox.append(Relay(peer=drafter_id, payload=encode(framed)))
-            if has_channel and isinstance(message, Commit | Close):
-                self._note_asked(drafter_id, message)
+            if has_channel and isinstance(message, Commit | Commits | Close):
+                for one in (message,) if isinstance(message, Close) else each_commit(message):
+                    self._note_asked(drafter_id, one)
 
     def _choose_ways(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         """Choose frames or channel for all states of each request's next round."""

@@ -5,14 +5,27 @@ A drafter's state is disposable: `Open` with the whole prefix rebuilds it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol, get_type_hints
 
+import numpy as np
+
+from outrider.verifier_service.messages.columns import (
+    Columns,
+    Float64s,
+    Int32s,
+    Int64s,
+    check_columns,
+    check_counts,
+    spans,
+    starts_of,
+)
 from outrider.verifier_service.messages.history import PastResponse
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
@@ -185,6 +198,68 @@ class Commit:
     target_rows: tuple[SparseRow, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Commits(Columns):
+    """A `Commit` for each row, of different requests: for chains, with nothing predicted, forced or learnt from.
+
+    Answers are columns, too: `Drafts`.
+    """
+
+    request_ids: tuple[str, ...]  # [num_rows]
+    round_ids: Int64s  # [num_rows]
+    positions: Int64s  # [num_rows]
+    counts: Int64s  # [num_rows] tokens to append
+    token_ids: Int64s  # [sum of `counts`]
+    max_lengths: Int64s  # [num_rows]
+
+    def __post_init__(self) -> None:
+        require(len(set(self.request_ids)) == len(self), "request_ids", "different")
+        columns = {"round_ids": self.round_ids, "positions": self.positions, "max_lengths": self.max_lengths}
+        check_columns(len(self), **columns, counts=self.counts)
+        check_counts(len(self.token_ids), counts=self.counts)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @classmethod
+    def of(cls, commits: Sequence[Commit]) -> Commits:
+        """Lay plain commits, of different requests, side by side."""
+        return cls(
+            request_ids=tuple(commit.request_id for commit in commits),
+            round_ids=np.array([commit.round_id for commit in commits], np.int64),
+            positions=np.array([commit.position for commit in commits], np.int64),
+            counts=np.array([len(commit.token_ids) for commit in commits], np.int64),
+            token_ids=_joined(commit.token_ids for commit in commits),
+            max_lengths=np.array([commit.max_length for commit in commits], np.int64),
+        )
+
+    def take(self, rows: Sequence[int]) -> Commits:
+        """Return some of the rows."""
+        counts = self.counts[rows]
+        return Commits(
+            request_ids=tuple(self.request_ids[row] for row in rows),
+            round_ids=self.round_ids[rows],
+            positions=self.positions[rows],
+            counts=counts,
+            token_ids=self.token_ids[spans(starts_of(self.counts)[rows], counts)],
+            max_lengths=self.max_lengths[rows],
+        )
+
+    def commits(self) -> Iterator[Commit]:
+        """Yield each row as a message of its own."""
+        numbers = (self.round_ids, self.positions, self.counts, self.max_lengths)
+        rest = iter(self.token_ids.tolist())
+        rows = zip(self.request_ids, *(column.tolist() for column in numbers), strict=True)
+        for request_id, round_id, position, count, max_length in rows:
+            yield Commit(
+                request_id=request_id,
+                round_id=round_id,
+                position=position,
+                token_ids=tuple(itertools.islice(rest, count)),
+                max_length=max_length,
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     request_id: str
@@ -212,6 +287,109 @@ class Draft:
     confidences: tuple[float, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafts(Columns):
+    """A `Draft` for each row, of different requests: chains, either all of point masses or all with `draft_probs`."""
+
+    request_ids: tuple[str, ...]  # [num_rows]
+    round_ids: Int64s  # [num_rows]
+    positions: Int64s  # [num_rows]
+    lengths: Int64s  # [num_rows] tokens
+    token_ids: Int64s  # [num_tokens]
+    confidences: Float64s  # [num_tokens], or empty
+    row_sizes: Int64s  # [num_tokens] ids of each token's row of `draft_probs`; empty for point masses
+    row_ids: Int32s  # [sum of `row_sizes`]
+    row_weights: Int32s  # [sum of `row_sizes`]
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        require(len(set(self.request_ids)) == len(self), "request_ids", "different")
+        check_columns(len(self), round_ids=self.round_ids, positions=self.positions, lengths=self.lengths)
+        check_counts(num_tokens, lengths=self.lengths)
+        check_columns(num_tokens if len(self.confidences) else 0, confidences=self.confidences)
+        check_columns(num_tokens if self.has_rows else 0, row_sizes=self.row_sizes)
+        check_columns(len(self.row_ids), row_weights=self.row_weights)
+        check_counts(len(self.row_ids), row_sizes=self.row_sizes)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def has_rows(self) -> bool:
+        return len(self.row_sizes) > 0
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft]) -> Drafts:
+        """Lay chains of different requests side by side, all of one kind.
+
+        Raises `OverflowError` for numbers that are none of a vocabulary, `ValueError` for those that make no chains.
+        """
+        rows = [row for draft in drafts for row in draft.draft_probs or ()]
+        return cls(
+            request_ids=tuple(draft.request_id for draft in drafts),
+            round_ids=np.array([draft.round_id for draft in drafts], np.int64),
+            positions=np.array([draft.position for draft in drafts], np.int64),
+            lengths=np.array([len(draft.token_ids) for draft in drafts], np.int64),
+            token_ids=_joined(draft.token_ids for draft in drafts),
+            confidences=np.array([one for draft in drafts for one in draft.confidences or ()], np.float64),
+            row_sizes=np.array([len(row.token_ids) for row in rows], np.int64),
+            row_ids=np.array([token_id for row in rows for token_id in row.token_ids], np.int32),
+            row_weights=np.array([weight for row in rows for weight in row.weights], np.int32),
+        )
+
+    def take(self, rows: Sequence[int]) -> Drafts:
+        """Return some of the rows."""
+        lengths = self.lengths[rows]
+        tokens = spans(starts_of(self.lengths)[rows], lengths)
+        sizes = self.row_sizes[tokens] if self.has_rows else self.row_sizes
+        of_rows = spans(starts_of(self.row_sizes)[tokens], sizes) if self.has_rows else slice(0)
+        return Drafts(
+            request_ids=tuple(self.request_ids[row] for row in rows),
+            round_ids=self.round_ids[rows],
+            positions=self.positions[rows],
+            lengths=lengths,
+            token_ids=self.token_ids[tokens],
+            confidences=self.confidences[tokens] if len(self.confidences) else self.confidences,
+            row_sizes=sizes,
+            row_ids=self.row_ids[of_rows],
+            row_weights=self.row_weights[of_rows],
+        )
+
+    def draft(self, row: int) -> Draft:
+        """Return one row as a message of its own."""
+        begin = int(self.lengths[:row].sum())
+        return self._draft(row, begin, begin + int(self.lengths[row]))
+
+    def drafts(self) -> Iterator[Draft]:
+        """Yield each row as a message of its own."""
+        ends = self.lengths.cumsum()
+        for row, (begin, end) in enumerate(zip((ends - self.lengths).tolist(), ends.tolist(), strict=True)):
+            yield self._draft(row, begin, end)
+
+    def _draft(self, row: int, begin: int, end: int) -> Draft:
+        confidences = tuple(self.confidences[begin:end].tolist()) if len(self.confidences) else None
+        return Draft(
+            request_id=self.request_ids[row],
+            round_id=int(self.round_ids[row]),
+            position=int(self.positions[row]),
+            token_ids=tuple(self.token_ids[begin:end].tolist()),
+            draft_probs=tuple(self._sparse_rows(begin, end)) if self.has_rows and begin < end else None,
+            confidences=confidences,
+        )
+
+    def _sparse_rows(self, begin: int, end: int) -> Iterator[SparseRow]:
+        """Yield the rows of some tokens."""
+        stop = int(self.row_sizes[:begin].sum())
+        for size in self.row_sizes[begin:end].tolist():
+            start, stop = stop, stop + size
+            ids, weights = self.row_ids[start:stop].tolist(), self.row_weights[start:stop].tolist()
+            yield SparseRow(token_ids=tuple(ids), weights=tuple(weights))
+
+
+def _joined(token_ids: Iterable[Sequence[int]]) -> Int64s:
+    return np.array([token_id for some in token_ids for token_id in some], np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
     """Ask for `Open` with the whole prefix: the drafter does not know the session, or commits left a gap."""
@@ -220,8 +398,16 @@ class Resync:
     lost_tensors: bool = False  # the link's tensor channel has failed: send states as bytes
 
 
-VerifierMessage = Open | Seed | States | Commit | Close
-DrafterMessage = Draft | Resync
+def each_commit(message: Commit | Commits) -> Iterable[Commit]:
+    return message.commits() if isinstance(message, Commits) else (message,)
+
+
+def each_draft(message: Draft | Drafts) -> Iterable[Draft]:
+    return message.drafts() if isinstance(message, Drafts) else (message,)
+
+
+VerifierMessage = Open | Seed | States | Commit | Commits | Close
+DrafterMessage = Draft | Drafts | Resync
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long
@@ -245,74 +431,3 @@ class DraftClient(Protocol):
 
     def poll(self) -> list[DrafterEvent]:
         """Return the events since the last call, oldest first."""
-
-
-def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int, max_nodes: int = 0) -> str | None:
-    """Return what is wrong with a draft, or None if it may be verified.
-
-    A tree may have `max_nodes` tokens (0: only chains) and depth `max_length`. Wrong draft_probs would bias sampling
-    silently, so rows are checked: unique ids within the drafter's vocabulary, positive weights with the right sum, the
-    drawn ids among them. An id beyond the *target's* vocabulary (padding) is valid: it is verified, with target
-    probability 0.
-    """
-    if problem := _check_shape(draft, max_length, max_nodes):
-        return problem
-    if any(not 0 <= token_id < draft_vocab_size for token_id in draft.token_ids):
-        return "draft token id outside the vocabulary"
-    if draft.confidences is not None:
-        if len(draft.confidences) != len(draft.token_ids):
-            return "confidences and token_ids differ in length"
-        if any(not 0.0 <= confidence <= 1.0 for confidence in draft.confidences):  # also catches NaN
-            return "confidence outside [0, 1]"
-    return None if draft.draft_probs is None else _check_rows(draft, draft.draft_probs, draft_vocab_size)
-
-
-def _check_shape(draft: Draft, max_length: int, max_nodes: int) -> str | None:
-    num_tokens, parents = len(draft.token_ids), draft.parents
-    limit = max_length if parents is None else max_nodes
-    if parents is not None and max_nodes == 0:
-        return "parents, where a chain was asked for"
-    if num_tokens > limit:
-        return f"draft of {num_tokens} tokens, {limit} were asked for"
-    if parents is None:
-        return None
-    if len(parents) != num_tokens:
-        return "parents and token_ids differ in length"
-    depths: list[int] = []  # from 1
-    for index, parent in enumerate(parents):
-        if not ROOT <= parent < index:
-            return "a parent is no earlier token"
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    if depths and max(depths) > max_length:
-        return f"draft {max(depths)} tokens deep, {max_length} were asked for"
-    if len(set(zip(parents, draft.token_ids, strict=True))) != num_tokens:
-        return "the same token twice after one parent"
-    return None
-
-
-def _check_rows(draft: Draft, rows: Sequence[SparseRow], draft_vocab_size: int) -> str | None:
-    if draft.parents is None:
-        if len(rows) != len(draft.token_ids):
-            return "draft_probs and token_ids differ in length"
-        drawn: Sequence[Sequence[int]] = [(token_id,) for token_id in draft.token_ids]
-    else:
-        children: dict[int, list[int]] = {}  # by parent, in the order of first children, as the rows
-        for parent, token_id in zip(draft.parents, draft.token_ids, strict=True):
-            children.setdefault(parent, []).append(token_id)
-        if len(rows) != len(children):
-            return "draft_probs are not one per parent"
-        drawn = list(children.values())
-    problems = (_check_row(row, token_ids, draft_vocab_size) for row, token_ids in zip(rows, drawn, strict=True))
-    return next(filter(None, problems), None)
-
-
-def _check_row(row: SparseRow, drawn_ids: Sequence[int], draft_vocab_size: int) -> str | None:
-    if len(row.token_ids) != len(row.weights) or len(set(row.token_ids)) != len(row.token_ids):
-        return "draft_probs ids are not unique or do not match their weights"
-    if any(not 0 <= id_ < draft_vocab_size for id_ in row.token_ids):
-        return "draft_probs id outside the vocabulary"
-    if any(weight <= 0 for weight in row.weights) or sum(row.weights) != DRAFT_PROB_SCALE:
-        return "draft_probs weights do not sum to one"
-    if any(token_id not in row.token_ids for token_id in drawn_ids):
-        return "the drawn token is not in its draft_probs"
-    return None

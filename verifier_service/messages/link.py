@@ -18,8 +18,10 @@ from outrider.verifier_service.messages.draft import (
     PROTOCOL_VERSION,
     Close,
     Commit,
+    Commits,
     Draft,
     DraftNeeds,
+    Drafts,
     Open,
     Resync,
     Seed,
@@ -117,8 +119,8 @@ class DrafterEndpoint:
     epoch: int
 
 
-VERIFIER_MESSAGES = (Open, Seed, States, Commit, Close)  # verifier to drafter, for the drafting engine
-DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; Pong is handled by the link
+VERIFIER_MESSAGES = (Open, Seed, States, Commit, Commits, Close)  # verifier to drafter, for the drafting engine
+DRAFTER_MESSAGES = (Draft, Drafts, Resync)  # drafter to verifier, for its engine; Pong is handled by the link
 
 # The shell relays a link's message to the engine in an envelope, with every default spelled out. The result must still
 # be a valid frame, or a peer could kill the engine with a message just below the limit.
@@ -205,11 +207,12 @@ def peek_type(payload: bytes) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def peek_request_id(payload: bytes) -> str | None:
-    """Return the request id of a message that failed to decode; None if not even that is readable."""
+def peek_request_ids(payload: bytes) -> tuple[str, ...]:
+    """Return the request ids of a message that failed to decode; none if not even those are readable."""
     try:
         _, fields = msgpack.unpackb(payload)
-        request_id = fields.get("request_id")
+        found = fields.get("request_ids", [fields.get("request_id")])
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException):
-        return None
-    return request_id if isinstance(request_id, str) else None
+        return ()
+    are_readable = isinstance(found, list) and all(isinstance(request_id, str) for request_id in found)
+    return tuple(dict.fromkeys(found)) if are_readable else ()

@@ -2,21 +2,23 @@
 
 One codec for every hop: engine process, tensor-parallel followers, verifier-drafter link, gateway-verifier stream.
 A message travels as `[class name, {field: value, ...}]`, nested dataclasses as maps, enums by value. Decoding executes
-nothing (no pickle); its errors name the field.
+nothing (no pickle); its errors name the field. Columns (see `columns`) travel as bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
 
+from outrider.verifier_service.messages.columns import packed_column, unpacked_column
+
 MAX_FRAME_BYTES = 64 << 20
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=packed_column)
 _envelope_decoder = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
@@ -82,4 +84,5 @@ def _opened(name: str, fields: msgspec.Raw, decoders: Mapping[str, msgspec.msgpa
 
 @cache
 def _decoders(message_types: tuple[type, ...]) -> dict[str, msgspec.msgpack.Decoder[Any]]:
-    return {message_type.__name__: msgspec.msgpack.Decoder(message_type) for message_type in message_types}
+    decoder = partial(msgspec.msgpack.Decoder, dec_hook=unpacked_column)
+    return {message_type.__name__: decoder(message_type) for message_type in message_types}

@@ -16,7 +16,8 @@ from outrider.drafter_service.engine.draft_sampler import (
     read_children,
 )
 from outrider.verifier_service.gpu.transfers import CopyBack
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from tiny.drafted import draft_tokens
 from tiny.played_graphs import HostReads

@@ -16,7 +16,8 @@ from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.spare_time import TRIED_ANSWERS
 from outrider.drafter_service.engine.speculation_cache import BranchingChain
 from outrider.drafter_service.engine.tree_growth import Growth
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow
+from outrider.verifier_service.messages.draft_checks import check_draft
 from tiny.drafting.running_ahead import FEW, GREEDY, LENGTH, PROMPT, Ahead, drafts_in
 from tiny.heads import VOCAB_SIZE, SlowDrafting, greedy_chain, states_of
 

@@ -29,6 +29,7 @@ from outrider.verifier_service.links.tensor_channel import (
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
+    Commits,
     Draft,
     DraftNeeds,
     DraftSampling,
@@ -111,11 +112,15 @@ class Scene:
         for message in messages:
             self.transport.handle(peer, message)
 
+    def step(self) -> list[tuple[str, Any]]:
+        self.transport.collect()
+        said = self.engine.step()
+        self.engine.check_integrity()
+        return said
+
     def hear(self) -> list[tuple[str, Any]]:
         """Step until all that can be is answered: (request, drafted tokens or lost_tensors) of each answer."""
-        self.transport.collect()
-        self.said = self.engine.step()
-        self.engine.check_integrity()
+        self.said = self.step()
         return [
             (said.request_id, said.token_ids if isinstance(said, Draft) else said.lost_tensors) for _, said in self.said
         ]
@@ -160,6 +165,15 @@ def test_a_commit_waits_for_the_states_before_it():
     scene.pair.put(1, floats(1, 2, 3, 4))
     assert scene.hear_some() == [("r", (10,))]
     assert scene.transport.num_held == 0
+
+
+def test_rows_of_a_frame_wait_alone():
+    scene = Scene()
+    scene.say(open_("a"), states("a"), open_("b"), open_("c"))
+    scene.say(Commits.of([commit("a"), commit("b"), commit("c")]))
+    assert [(frame.request_ids, frame.token_ids.tolist()) for _, frame in scene.step()] == [(("b", "c"), [0, 0])]
+    scene.pair.put(1, floats(1, 2, 3, 4))
+    assert scene.hear_some() == [("a", (10,))]
 
 
 def test_a_session_that_waits_holds_no_other_up():

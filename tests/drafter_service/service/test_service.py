@@ -36,7 +36,7 @@ from outrider.verifier_service.messages.link import (
     Refuse,
     Welcome,
     frame_of,
-    peek_request_id,
+    peek_request_ids,
     peek_type,
     refusal_reason,
     vocab_fingerprint,
@@ -346,9 +346,9 @@ def test_no_payload_breaks_the_servicers_decoder(payload: bytes):
     servicer = DrafterLinkServicer(RecordingPort(), IDENTITY)
     stream = type("Sink", (), {"peer": "p", "send": lambda self, answer: None})()
     assert servicer._take(stream, payload) in (True, False)
-    name, request_id = peek_type(payload), peek_request_id(payload)
+    name = peek_type(payload)
     assert name is None or isinstance(name, str)
-    assert request_id is None or isinstance(request_id, str)
+    assert all(isinstance(request_id, str) for request_id in peek_request_ids(payload))
 
 
 async def call_control(address: str, payload: bytes) -> ControlResult:

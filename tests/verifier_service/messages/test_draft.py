@@ -12,8 +12,8 @@ from outrider.verifier_service.messages.draft import (
     Draft,
     DraftSampling,
     SparseRow,
-    check_draft,
 )
+from outrider.verifier_service.messages.draft_checks import check_draft
 
 VOCAB_SIZE = 100
 HALF = DRAFT_PROB_SCALE // 2

@@ -11,7 +11,17 @@ import torch
 
 from outrider.verifier_service.links.drafter_link import DrafterLink, LinkError
 from outrider.verifier_service.links.relay_client import RelayDraftClient
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftNeeds, Resync, States, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Close,
+    Commit,
+    Commits,
+    Draft,
+    DraftNeeds,
+    Drafts,
+    Resync,
+    States,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES, DrafterIdentity, Hello, Welcome, frame_of
 from outrider.verifier_service.messages.tensor_route import TensorRoute, choose_transport, offered_transports
@@ -230,6 +240,15 @@ def test_round_trips_are_measured_from_the_first_word_on_by_the_way_that_the_sta
         bench.now_s += 9.0  # until the engine polls
         bench.client.feed(Relay(peer="d", payload=encode(answer(round_id)), received_s=said_s + took_s))
     assert bench.ways.rounds == [(8, 0.25, True), (4, 0.5, False)]
+
+
+def test_rounds_in_columns_are_measured_as_others():
+    bench = Bench()
+    bench.come_up()
+    bench.client.send("d", [states(WORDS[0]), Commits.of([commit(1)])])
+    bench.now_s = 0.5
+    bench.client.feed(Relay(peer="d", payload=encode(Drafts.of([answer(1)]))))
+    assert bench.ways.rounds == [(8, 0.5, True)]
 
 
 def test_all_states_of_a_round_go_one_way():

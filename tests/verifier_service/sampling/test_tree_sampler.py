@@ -21,7 +21,8 @@ from fakes.enumerated import (
     row_of,
     sampled_trees,
 )
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from tiny.verified import verify_drafts
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from exactness.references import verify_step
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow
+from outrider.verifier_service.messages.draft_checks import check_draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.sampling import coupled_sampler
