@@ -39,7 +39,7 @@ from outrider.verifier_service.messages.request import DisabledReason, Request, 
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens
+from outrider.verifier_service.scheduling.outcome import Outcome, count_drafts, drafts_of, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import first_nodes
 
 IDLE_S = 30.0  # without a step; then all sessions are closed, and running requests open new ones
@@ -298,16 +298,12 @@ class HostedDrafting:
             self.pricing.use_profile(self._seen.profile)
         self._has_verified = any(outcome.item.draft is not None for outcome in outcomes)
         self.stats.step_s.observe(step_s)
-        drafted = [outcome for outcome in outcomes if outcome.item.draft is not None]
-        self.coordinator.observe_verified(
-            (outcome.item.request, num_draft_tokens(outcome.item), len(outcome.path)) for outcome in drafted
-        )
+        self.coordinator.observe_verified(drafts_of(outcomes))
         self.pricing.end_step(PricedStep(outcomes, (), shape, step_s=step_s, exposed_s=exposed_s))
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += shape.num_tokens
+        count_drafts(outcomes)
         for outcome in outcomes:
-            if outcome.item.samples:
-                count_draft(outcome.item, num_accepted=len(outcome.path))
             num_drafted = num_draft_tokens(outcome.item)
             self.stats.num_committed_tokens += len(outcome.committed)
             self.stats.num_drafts += num_drafted > 0

@@ -79,8 +79,8 @@ class PlayedEngine:
         step_s = self._timing.seconds(shape.num_tokens, shape.num_context_tokens)
         if not self._plan.is_off:
             self._pricing.end_step(PricedStep(outcomes, [], shape, step_s=step_s, exposed_s=exposed_s))
-        for item, outcome in zip(schedule.items, outcomes, strict=True):
-            self.scheduler.commit(item, outcome.committed, outcome.path)
+        self.scheduler.commit(outcomes)
+        for item in schedule.items:
             if has_ended(item.request):
                 self.scheduler.remove(item.request.request_id)
                 self._pricing.forget(item.request.request_id)

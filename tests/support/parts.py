@@ -13,6 +13,8 @@ from outrider.verifier_service.messages.request import Request, SamplingParams, 
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.draft_shares import Admission
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.outcome import Outcome
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
 VOCAB_SIZE = 100
@@ -45,6 +47,11 @@ def scheduler(
 ) -> Scheduler:
     config = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE, **config}
     return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, block_size), admission)
+
+
+def commit(scheduler: Scheduler, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] = ()) -> None:
+    """Commit one item of a step; `path` leads down its draft."""
+    scheduler.commit([Outcome(item, 0, [*committed], tuple(path), False, None)])
 
 
 def coordinator(

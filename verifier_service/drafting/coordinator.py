@@ -119,6 +119,11 @@ class DraftCoordinator:
         session = self._sessions.get(request.request_id)
         return NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether any drafter is told more of the target's logits than its tokens."""
+        return any(record.needs.predictions or record.needs.num_top for record in self._drafters.values())
+
     def num_top_of(self, request: Request, *, is_unasked: bool) -> int:
         """Return how many of the target's likeliest tokens a pool learns from; `is_unasked`: also without a session."""
         return self._texts.num_top_of(request, self._sessions.get(request.request_id), is_unasked=is_unasked)
@@ -228,6 +233,7 @@ class DraftCoordinator:
             return
         for request_id in drafter.session_ids:
             session = self._sessions.pop(request_id)
+            requests[request_id].predicted_ids = ()  # another drafter may not be told any
             if session.round is not None:
                 self.fallbacks["drafter_lost"] += 1
                 requests[request_id].hold_until_s = None
@@ -256,15 +262,18 @@ class DraftCoordinator:
 
     # --- after committing ---
 
-    def observe_verified(self, verified: Iterable[tuple[Request, int, int]]) -> None:
-        """Credit each request's last draft to its drafter: how many tokens were verified, how many accepted."""
-        num_tokens: collections.Counter[str] = collections.Counter()
-        for request, num_drafted, num_accepted in verified:
-            if (answered := self._answered.get(request.request_id)) is not None:
-                num_tokens[answered.drafter_id] += num_accepted
-                self.updates.observe(answered.drafter_id, num_drafted, num_accepted)
-        for drafter_id in num_tokens.keys() & self._drafters.keys():
-            self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id])
+    def observe_verified(self, drafts: Iterable[tuple[str, int, int]]) -> None:
+        """Credit a step's drafts to their drafters: of each its request, how many tokens were verified and accepted."""
+        counts: dict[str, list[int]] = {}  # by drafter
+        for request_id, num_drafted, num_accepted in drafts:
+            if (answered := self._answered.get(request_id)) is not None:
+                count = counts.setdefault(answered.drafter_id, [0, 0])
+                count[0] += num_drafted
+                count[1] += num_accepted
+        for drafter_id, (num_drafted, num_accepted) in counts.items():
+            self.updates.observe(drafter_id, num_drafted, num_accepted)
+            if (record := self._drafters.get(drafter_id)) is not None:
+                record.draft_yield.observe_accepted(num_accepted)
 
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""

@@ -38,7 +38,7 @@ from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import Verification, begin
 from outrider.verifier_service.scheduling.masks import MaskBlocks, MaskPlanner
-from outrider.verifier_service.scheduling.outcome import Outcome, count_draft, num_draft_tokens, row_starts
+from outrider.verifier_service.scheduling.outcome import Outcome, count_drafts, drafts_of, going_on, row_starts
 from outrider.verifier_service.scheduling.prefix_cache import root_hash
 from outrider.verifier_service.scheduling.schedule import Schedule
 from outrider.verifier_service.scheduling.scheduler import Scheduler
@@ -121,6 +121,7 @@ class VerifierEngine:
             grammar_state = self._extras.open_grammar(message.sampling)
             request = Request.of(message, self._clock())
             request.arrived = arrived
+            self._limits.tell(request, looks_closer=grammar_state is not None)
             self.scheduler.add(request)
         except ValueError as error:
             return RequestOutput.failed(message.request_id, str(error))
@@ -241,7 +242,7 @@ class VerifierEngine:
         logits = self._runner.execute(schedule.batch, None if chosen is None else chosen.numbers)
         self.on_phase("forward")
         first_rows = row_starts(schedule.items)
-        entries = [self._extras.verification_entry(item) for item in schedule.items if item.samples]
+        entries = self._extras.verification_entries(schedule.items)
         return LaunchedStep(
             schedule=schedule,
             first_rows=first_rows,
@@ -307,18 +308,13 @@ class VerifierEngine:
         if held := self._hold_givers(outcomes):
             for output in outputs:
                 output.is_held = output.request_id in held
-        self.drafting.observe_verified(
-            (outcome.item.request, num_draft_tokens(outcome.item), len(outcome.path))
-            for outcome in outcomes
-            if outcome.item.draft is not None
-        )
+        self.drafting.observe_verified(drafts_of(outcomes))
         self._commit(step, outcomes)
         self._move_states()
         for outcome in outcomes:
-            if outcome.finish_reason is None:
-                self._extras.note_forced(outcome.item.request)
-            else:
+            if outcome.finish_reason is not None:
                 self._forget(outcome.item.request)
+        self._extras.note_forced(outcomes)
         self.on_phase("commit")
         self._ended_s = self._clock()
         self._ask(step, outcomes)
@@ -329,8 +325,9 @@ class VerifierEngine:
     def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Read prompt logprobs, predictions, masks and what drafters learn from of the step's logits."""
         self._extras.keep_prompt_logprobs(outcomes, step.logits)
-        note_predictions(outcomes, step.logits, wants=lambda request: self.drafting.needs_of(request).predictions)
-        note_target_rows(outcomes, step.logits, self._num_top)
+        if self.drafting.reads_logits:
+            note_predictions(outcomes, step.logits, wants=lambda request: self.drafting.needs_of(request).predictions)
+            note_target_rows(outcomes, step.logits, self._num_top)
         if self.scheduler.shares.masks is not None:
             self.mask_rows.note(outcomes, step.logits)
 
@@ -352,22 +349,15 @@ class VerifierEngine:
         """Append the tokens of every outcome."""
         if self.routing is not None:
             count_experts(step, outcomes, self.routing, self.pricing.cost)
-        for outcome in outcomes:
-            self._advance(outcome)
+        self._advance(outcomes)
 
-    def _advance(self, outcome: Outcome) -> None:
-        if outcome.item.samples:
-            count_draft(outcome.item, num_accepted=len(outcome.path))
-        self.scheduler.commit(outcome.item, outcome.committed, outcome.path)
+    def _advance(self, outcomes: Sequence[Outcome]) -> None:
+        count_drafts(outcomes)
+        self.scheduler.commit(outcomes)
 
     def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Ask for drafts after the step."""
-        sampled = (outcome.item.request for outcome in outcomes if outcome.item.samples)
-        going_on = [request for request in sampled if request.stands_until_s is None]
-        self.drafting.ask(filter(self._is_here, going_on), self._ended_s)
-
-    def _is_here(self, request: Request) -> bool:
-        return self._requests.get(request.request_id) is request
+        self.drafting.ask(going_on(outcomes), self._ended_s)
 
     def _worth_waiting_until(self, now_s: float) -> float | None:
         """Return until when a step that could run should wait for more drafts; None: run it now."""

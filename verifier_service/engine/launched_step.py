@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.verifier_service.drafting.drafter_record import WantedDraft
+from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.messages.request import FinishReason, Request
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.pricing.cost_model import StepShape
@@ -54,25 +55,20 @@ class LaunchedStep:
         `verified` has the tokens of each sampling item, in order. `until_finished` cuts a request's tokens after the
         first that ends it, given the number of tokens that it had before.
         """
-        tokens_of = iter(verified)
+        tokens_of, is_pipelined, void = iter(verified), self.is_pipelined, self.void
         outcomes: list[Outcome] = []
         for item, row in zip(self.schedule.items, self.first_rows, strict=True):
+            request, draft = item.request, item.draft
             tokens = next(tokens_of) if item.samples else _NO_TOKENS
-            if not self.counts_for(item, requests):
+            if requests.get(request.request_id) is not request or request.request_id in void:
                 continue
-            num_placeholders = int(self.is_pipelined and item.samples)
-            num_tokens = item.request.num_tokens - num_placeholders
-            committed, finish_reason = until_finished(item.request, tokens.token_ids, num_tokens)
-            outcomes.append(
-                Outcome(
-                    item=item,
-                    first_row=row + item.num_prompt_rows,
-                    committed=committed,
-                    path=tokens.path[: len(committed)],
-                    follows_leaf=is_leaf(item.draft, tokens.path),
-                    finish_reason=finish_reason,
-                )
-            )
+            committed, path, finish_reason = tokens.token_ids, tokens.path, None
+            num_tokens = len(request.token_ids) - (is_pipelined and item.samples)
+            if num_tokens + len(committed) >= request.limit or not request.stop_ids.isdisjoint(committed):
+                committed, finish_reason = until_finished(request, committed, num_tokens)
+            follows_leaf = draft is not None and is_leaf(draft, path)
+            path = path[: len(committed)]
+            outcomes.append(Outcome(item, row + item.num_prompt_rows, committed, path, follows_leaf, finish_reason))
         return outcomes
 
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
@@ -80,10 +76,24 @@ class LaunchedStep:
         num_tokens = sum(outcome.item.num_new_tokens for outcome in outcomes)
         return StepShape(num_tokens, sum(self.schedule.batch.context_lengths))
 
-    def counts_for(self, item: ScheduledRequest, requests: Mapping[str, Request]) -> bool:
-        """Return whether an item's outcome is valid: its request is still here and is not void."""
-        request = item.request
-        return requests.get(request.request_id) is request and request.request_id not in self.void
+    def counting(self, requests: Mapping[str, Request]) -> list[ScheduledRequest]:
+        """Return the items whose outcome is valid: their request is still among `requests` and is not void."""
+        void = self.void
+        here = [item for item in self.schedule.items if requests.get(item.request.request_id) is item.request]
+        return [item for item in here if item.request.request_id not in void] if void else here
+
+    def placeholders(self, requests: Mapping[str, Request]) -> list[Outcome]:
+        """Return outcomes with a placeholder for each token that is not read yet, of requests still in `requests`."""
+        chosen = self.verification.chosen
+        places = iter(() if chosen is None else chosen.places)
+        outcomes: list[Outcome] = []
+        for item in self.schedule.items:
+            request = item.request
+            committed = [placeholder_token(next(places))] if item.samples else []
+            if requests.get(request.request_id) is request and request.request_id not in self.void:
+                is_last = item.samples and len(request.token_ids) + 1 == request.limit
+                outcomes.append(Outcome(item, 0, committed, (), False, FinishReason.LENGTH if is_last else None))
+        return outcomes
 
     @property
     def _sampled_ids(self) -> list[str]:
@@ -93,11 +103,6 @@ class LaunchedStep:
         """Return the changes that verification makes to the sampled rows, by request id, where there are any."""
         by_id = zip(self._sampled_ids, self.entries, strict=True)
         return {request_id: entry.edits for request_id, entry in by_id if entry.edits is not None}
-
-    def places(self) -> dict[str, int]:
-        """Return, by request id, the index of its token among `verification.chosen`."""
-        chosen = self.verification.chosen
-        return {} if chosen is None else dict(zip(self._sampled_ids, chosen.places, strict=True))
 
     def corrected(self) -> set[str]:
         """Return the requests whose token differs from the one that the device chose first."""

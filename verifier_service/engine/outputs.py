@@ -10,7 +10,7 @@ from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.step_rows import output_logprobs
 from outrider.verifier_service.messages.request import FinishReason, Request, RequestOutput, StepTiming
-from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
+from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 START_VERSION = "default"  # of the weights that an engine starts with, as SGLang calls them
@@ -34,25 +34,29 @@ class OutputBuilder:
     def build(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> list[RequestOutput]:
         """Return the outputs of a verified step; call it before a finished request is forgotten."""
         outputs: list[RequestOutput] = []
+        extras, version = self._extras, self.weight_version
         for outcome, logprobs in zip(outcomes, output_logprobs(outcomes, step), strict=True):
             if not outcome.committed:
                 continue
-            request = outcome.item.request
+            item, request = outcome.item, outcome.item.request
             output = RequestOutput(
                 request_id=request.request_id,
                 token_ids=tuple(outcome.committed),
-                num_draft_tokens=num_draft_tokens(outcome.item),
+                num_draft_tokens=0 if item.draft is None else len(item.draft.token_ids),
                 num_accepted_tokens=len(outcome.path),
                 follows_leaf=outcome.follows_leaf,
                 logprobs=logprobs,
-                prompt_logprobs=self._extras.take_prompt_logprobs(request),
-                timing=self._timing(step, outcome.item),
                 num_cached_tokens=request.num_cached_tokens,
                 finish_reason=outcome.finish_reason,
-                error=self._extras.error(request),
                 speculation=request.metrics,
-                weight_version=self.weight_version,
+                weight_version=version,
             )
+            if request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = extras.take_prompt_logprobs(request)
+            if outcome.finish_reason is FinishReason.ERROR:
+                output.error = extras.error(request)
+            if request.trace_parent is not None:
+                output.timing = self._timing(step, item)
             outputs.append(output)
         return outputs
 
@@ -68,10 +72,8 @@ class OutputBuilder:
             weight_version=self.weight_version,
         )
 
-    def _timing(self, step: LaunchedStep, item: ScheduledRequest) -> StepTiming | None:
-        """Return when the step and the draft's round ran, in Unix time; None for a request that is not traced."""
-        if item.request.trace_parent is None:
-            return None
+    def _timing(self, step: LaunchedStep, item: ScheduledRequest) -> StepTiming:
+        """Return when the step and the draft's round of a traced request ran, in Unix time."""
         now_s = self._clock()
         unix_s = self._wall_clock() - now_s
         timing = StepTiming(

@@ -15,11 +15,9 @@ from typing import Any
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.launched_step import LaunchedStep
-from outrider.verifier_service.messages.batch import placeholder_token
-from outrider.verifier_service.messages.request import FinishReason, Request, RequestOutput
+from outrider.verifier_service.messages.request import Request, RequestOutput
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.scheduling.outcome import Outcome
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from outrider.verifier_service.scheduling.outcome import Outcome, going_on
 
 
 class PipelinedEngine(VerifierEngine):
@@ -56,58 +54,36 @@ class PipelinedEngine(VerifierEngine):
 
         A request that finishes with its token wastes one slot of the next step.
         """
-        items = [item for item in step.schedule.items if step.counts_for(item, self._requests)]
-        if not self._can_pipeline(step, items):
+        if not self._can_pipeline(step):
             return None
-        places = step.places()
-        outcomes = [self._commit_placeholder(item, places.get(item.request.request_id)) for item in items]
+        outcomes = step.placeholders(self._requests)
+        self._advance(outcomes)
+        for outcome in outcomes:
+            if outcome.finish_reason is not None:
+                self.scheduler.remove(outcome.item.request.request_id)
         step.early_price = PricedStep(outcomes, (), step.shape_of(outcomes))
         self.pricing.end_step(step.early_price)
-        going_on = (outcome.item.request for outcome in outcomes if outcome.committed and not outcome.finish_reason)
-        step.wanted = self.drafting.choose(going_on, self._clock())
+        step.wanted = self.drafting.choose(going_on(outcomes), self._clock())
         if step.wanted:
             return None
         return self._launch(after=step)
 
-    def _can_pipeline(self, step: LaunchedStep, items: Sequence[ScheduledRequest]) -> bool:
-        """Return whether the next step can be planned before this step's tokens are read.
-
-        `items` are those whose requests are still here.
-        """
+    def _can_pipeline(self, step: LaunchedStep) -> bool:
+        """Return whether the next step can be planned before this step's tokens are read."""
+        items = step.counting(self._requests)
+        requests = [item.request for item in items]
         return (
             bool(items)
             and self.pricing.can_learn_later(len(items))
-            and all(request.hold_until_s is None for request in self.scheduler.running)
-            and all(item.draft is None and not self._needs_logits(item.request) for item in items)
-            and not any(item.samples and item.request.hands_over for item in items)  # they stand still after this step
-            and all(item.masks is None for item in items)
-            and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
-            and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
+            and not any(item.draft is not None or item.masks is not None for item in items)
+            and not any(request.hold_until_s is not None for request in self.scheduler.running)
+            and not any(item.request.hands_over and item.samples for item in items)  # they stand still after this step
+            and not any(request.prediction_token_ids and not request.plan.is_off for request in requests)
+            and not self._extras.needs_logits(requests)
+            and not (self.drafting.reads_logits and any(self._num_top(request) > 0 for request in requests))
+            # they would be void every time
+            and (not self._corrected or self._corrected.isdisjoint(request.request_id for request in requests))
         )
-
-    def _needs_logits(self, request: Request) -> bool:
-        """Return whether a step's logits are still needed when its tokens are read."""
-        return self._num_top(request) > 0 or self._extras.needs_logits(request)
-
-    def _commit_placeholder(self, item: ScheduledRequest, place: int | None) -> Outcome:
-        """Commit a placeholder for a request's token; stop scheduling the request if it has reached its limit.
-
-        `place`: the token's index among `verification.chosen`; None after a prefill chunk, which samples nothing.
-        """
-        request = item.request
-        is_last = place is not None and self._limits.room(request, request.num_tokens) == 1
-        outcome = Outcome(
-            item=item,
-            first_row=0,
-            committed=[] if place is None else [placeholder_token(place)],
-            path=(),
-            follows_leaf=False,
-            finish_reason=FinishReason.LENGTH if is_last else None,
-        )
-        self._advance(outcome)
-        if is_last:
-            self.scheduler.remove(request.request_id)
-        return outcome
 
     def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         corrected = step.corrected()
@@ -135,7 +111,9 @@ class PipelinedEngine(VerifierEngine):
 
     def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         if step.is_pipelined:
-            self.drafting.send((wanted for wanted in step.wanted if self._is_here(wanted.request)), self._ended_s)
+            requests = self._requests
+            here = (one for one in step.wanted if requests.get(one.request.request_id) is one.request)
+            self.drafting.send(here, self._ended_s)
         else:
             super()._ask(step, outcomes)
 

@@ -73,26 +73,27 @@ class RequestExtras:
         self._grammar_states.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
-    def needs_logits(self, request: Request) -> bool:
-        """Return whether a request's logits are edited, or read for more than its tokens."""
-        request_id = request.request_id
-        wants_logprobs = request.sampling.logprobs is not None or request_id in self._prompt_logprobs
-        return wants_logprobs or request_id in self._processors
+    def needs_logits(self, requests: Sequence[Request]) -> bool:
+        """Return whether the logits of any of them are edited, or read for more than their tokens."""
+        others = self._prompt_logprobs.keys() | self._processors.keys()
+        return any(request.sampling.logprobs is not None or request.request_id in others for request in requests)
 
-    def verification_entry(self, item: ScheduledRequest) -> VerificationEntry:
-        """Return what verification must know of an item that samples."""
-        request = item.request
-        return VerificationEntry(
-            sampling=request.sampling,
-            draft=item.draft,
-            position=request.num_tokens,
-            edits=self._edits(request, item.draft),
-        )
+    def verification_entries(self, items: Sequence[ScheduledRequest]) -> list[VerificationEntry]:
+        """Return what verification must know of the items that sample."""
+        edited = self._processors
+        return [
+            VerificationEntry(
+                (request := item.request).sampling,
+                item.draft,
+                len(request.token_ids),
+                self._edits(request, item.draft) if request.request_id in edited else None,
+            )
+            for item in items
+            if item.samples
+        ]
 
-    def _edits(self, request: Request, draft: Draft | None) -> LogitEdits | None:
-        processor = self._processors.get(request.request_id)
-        if processor is None:
-            return None
+    def _edits(self, request: Request, draft: Draft | None) -> LogitEdits:
+        processor = self._processors[request.request_id]
         draft_token_ids, parents = ((), None) if draft is None else (draft.token_ids, draft.parents)
         return processor.edits(request.token_ids, draft_token_ids, parents)
 
@@ -109,16 +110,19 @@ class RequestExtras:
             return list(verified[:1]), FinishReason.ERROR
         return self._limits.until_finished(request, verified, num_tokens)
 
-    def note_forced(self, request: Request) -> None:
-        """Set `request.forced_ids` to the tokens that the grammar forces next, for the drafter."""
-        state = self._grammar_states.get(request.request_id)
-        if state is not None and request.plan.draft_length > 0:
-            request.forced_ids = state.forced_ids(request.token_ids[request.num_prompt_tokens :])
-        else:
-            request.forced_ids = ()
+    def note_forced(self, outcomes: Sequence[Outcome]) -> None:
+        """Set each request's `forced_ids` to the tokens that its grammar forces next, for the drafter."""
+        states = self._grammar_states
+        for request in (outcome.item.request for outcome in outcomes) if states else ():
+            if (state := states.get(request.request_id)) is not None:
+                is_wanted = request.plan.draft_length > 0
+                output = request.token_ids[request.num_prompt_tokens :] if is_wanted else []
+                request.forced_ids = state.forced_ids(output) if is_wanted else ()
 
     def keep_prompt_logprobs(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
         """Keep the logprobs of the prompt tokens that the step's rows predict; a recomputed chunk gives the same."""
+        if not self._prompt_logprobs:
+            return
         kept: list[tuple[list[TokenLogprobs | None], int]] = []
         queries: list[LogprobsQuery] = []
         for outcome in outcomes:

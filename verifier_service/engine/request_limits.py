@@ -44,6 +44,11 @@ class RequestLimits:
         """Return the tokens that end a request's output."""
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 
+    def tell(self, request: Request, *, looks_closer: bool) -> None:
+        """Tell a request what ends it; `looks_closer`: more than its stop tokens and its length may."""
+        request.stop_ids = frozenset(self.stop_token_ids(request.sampling))
+        request.limit = 0 if looks_closer else self.room(request, 0)
+
     def room(self, request: Request, num_tokens: int) -> int:
         """Return how many more tokens a request may get once it has `num_tokens`."""
         left = request.num_prompt_tokens + request.sampling.max_tokens - num_tokens
@@ -56,7 +61,7 @@ class RequestLimits:
 
         `num_tokens`: the request's tokens before them.
         """
-        stops, room = self.stop_token_ids(request.sampling), self.room(request, num_tokens)
+        stops, room = request.stop_ids, self.room(request, num_tokens)
         committed: list[int] = []
         for token_id in verified:
             committed.append(token_id)

@@ -408,6 +408,8 @@ class Request:
     arrived: ArrivedKV | None = None  # KV from another verifier, that is not in blocks yet
     num_preemptions: int = 0
     first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue
+    stop_ids: frozenset[int] = frozenset()  # the tokens that end it
+    limit: int = 0  # fewer tokens than these, none of them a stop, end nothing; 0: each step's have to be looked at
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     @classmethod

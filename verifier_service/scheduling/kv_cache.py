@@ -34,6 +34,7 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, then recently used memory
         self._cached: dict[int, None] = {}  # an ordered set, least recently used first
         self._num_references = [0] * num_blocks
+        self.references: Sequence[int] = self._num_references  # of each block
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
 

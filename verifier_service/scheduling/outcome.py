@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
+@dataclass(slots=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class Outcome:
     """One request's outcome: its tokens up to the first that ends it, none after a prefill chunk."""
 
@@ -84,21 +83,46 @@ def num_mask_rows(item: ScheduledRequest) -> int:
 
 def row_starts(items: Sequence[ScheduledRequest]) -> list[int]:
     """Return where each item's rows begin in the step's logits: those of its prompt, the sampled ones, the masks'."""
-    num_rows = (item.num_prompt_rows + num_choice_rows(item) + num_mask_rows(item) for item in items)
-    return list(itertools.accumulate(num_rows, initial=0))[:-1]
+    starts, start = [], 0
+    for item in items:
+        starts.append(start)
+        is_plain = item.draft is None and item.masks is None and item.samples
+        start += item.num_prompt_rows + (1 if is_plain else num_choice_rows(item) + num_mask_rows(item))
+    return starts
 
 
-def count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
-    """Add one verification to its request's counters."""
-    metrics = item.request.metrics
-    if item.draft is None:
-        metrics.num_empty_rounds += metrics.enabled and metrics.disabled_reason is None
-        return
-    metrics.num_drafts += 1
-    metrics.num_draft_tokens += len(item.draft.token_ids)
-    metrics.num_accepted_tokens += num_accepted
-    depth = len(item.draft.token_ids) if item.draft.parents is None else 1 + max(depths(item.draft.parents))
-    per_position = metrics.num_accepted_per_position
-    per_position.extend([0] * (depth - len(per_position)))
-    for position in range(num_accepted):
-        per_position[position] += 1
+def drafts_of(outcomes: Sequence[Outcome]) -> list[tuple[str, int, int]]:
+    """Return each draft's request, and how many of its tokens were verified and accepted."""
+    return [
+        (outcome.item.request.request_id, len(outcome.item.draft.token_ids), len(outcome.path))
+        for outcome in outcomes
+        if outcome.item.draft is not None
+    ]
+
+
+def going_on(outcomes: Sequence[Outcome]) -> list[Request]:
+    """Return the requests that have another token, have not ended with it, and do not stand still."""
+    return [
+        outcome.item.request
+        for outcome in outcomes
+        if outcome.committed and outcome.finish_reason is None and outcome.item.request.stands_until_s is None
+    ]
+
+
+def count_drafts(outcomes: Sequence[Outcome]) -> None:
+    """Add a step's verifications to their requests' counters."""
+    for outcome in outcomes:
+        item = outcome.item
+        metrics, draft, num_accepted = item.request.metrics, item.draft, len(outcome.path)
+        if draft is None:
+            metrics.num_empty_rounds += item.samples and metrics.enabled and metrics.disabled_reason is None
+            continue
+        metrics.num_drafts += 1
+        metrics.num_draft_tokens += len(draft.token_ids)
+        metrics.num_accepted_tokens += num_accepted
+        depth = len(draft.token_ids) if draft.parents is None else 1 + max(depths(draft.parents))
+        per_position = metrics.num_accepted_per_position
+        if depth > len(per_position):
+            per_position.extend([0] * (depth - len(per_position)))
+        for position in range(num_accepted):
+            per_position[position] += 1

@@ -13,7 +13,7 @@ from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.masks import PlacedMasks, Tree
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
+@dataclass(slots=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class ScheduledRequest:
     """One request's share of a step.
 
@@ -102,26 +102,38 @@ def build_batch(
         copy_sources=[source for source, _ in copies],
         copy_targets=[target for _, target in copies],
     )
+    token_ids, logits_indices = batch.token_ids, batch.logits_indices
+    positions, slot_mapping = batch.positions, batch.slot_mapping
     trees: list[Tree | None] = []  # of each item; None: a chain
     for item, stop in zip(items, batch.context_lengths, strict=True):
-        start = item.request.num_computed_tokens
-        batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
-        batch.token_ids.extend(item.request.token_ids[start:stop])
+        request, draft = item.request, item.draft
+        start, first_row = request.num_computed_tokens, len(token_ids)
+        if draft is None and item.masks is None and item.num_new_tokens == 1 and item.samples:  # most items are so
+            token_ids.append(request.token_ids[start])
+            logits_indices.append(first_row)
+            positions.append(start)
+            slot_mapping.append(request.block_table[start // block_size] * block_size + start % block_size)
+            trees.append(None)
+            continue
+        logits_indices.extend(range(first_row, first_row + item.num_prompt_rows))
+        token_ids.extend(request.token_ids[start:stop])
         num_rows = 1
-        if item.draft is not None:
-            num_rows += len(item.draft.token_ids)
+        if draft is not None:
+            num_rows += len(draft.token_ids)
             # A drafter's vocabulary may be padded beyond the target's. A padding id has target probability 0 and is
             # never accepted, but needs a valid embedding at its position.
-            batch.token_ids.extend([min(token_id, vocab_size - 1) for token_id in item.draft.token_ids])
+            is_padding = max(draft.token_ids) >= vocab_size
+            token_ids.extend([min(id_, vocab_size - 1) for id_ in draft.token_ids] if is_padding else draft.token_ids)
         if item.masks is not None:
             num_rows += item.masks.num_tokens
-            batch.token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
+            token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
         if item.samples:
-            batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
-        tree = _tree_of(item) if item.draft is not None or item.masks is not None else None
+            logits_indices.extend(range(len(token_ids) - num_rows, len(token_ids)))
+        is_tree = item.masks is not None or (draft is not None and draft.parents is not None)
+        tree = _tree_of(item) if is_tree else None
         trees.append(tree)
-        batch.positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
-        batch.slot_mapping.extend(slots_of(item.request.block_table, range(start, stop), block_size))
+        positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
+        slot_mapping.extend(slots_of(request.block_table, range(start, stop), block_size))
     if any(trees):
         batch.tree_parents.extend([] if tree is None else tree.parents for tree in trees)
         if any(tree is not None and tree.ends for tree in trees):

@@ -16,6 +16,7 @@ from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.block_tables import BlockTables
 from outrider.verifier_service.scheduling.draft_shares import Admission, DraftShares
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
@@ -205,10 +206,8 @@ class Scheduler:
         """Return whether a request's KV began under the weights of now."""
         return self._tables.is_current(request)
 
-    def commit(self, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] | None = None) -> None:
-        """Append a step's `committed` tokens (none after a prefill chunk) and release the KV of rejected ones.
-
-        `path`: the accepted nodes of a tree; for a chain they are its first tokens.
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Append a step's committed tokens (none after a prefill chunk) and release the KV of rejected ones.
 
         before   |<- num_computed ->|<- to the end ->|<---------- draft ---------->|
         verified |                  |                |<- accepted ->|<- rejected ->|
@@ -217,26 +216,32 @@ class Scheduler:
 
         Does nothing for a request that was removed while its step ran.
         """
-        request = item.request
-        if self._requests.get(request.request_id) is not request:
-            return
-        first_unpublished = request.num_computed_tokens // self._pool.block_size
-        if item.samples:
-            max_committed = 1 + (len(item.draft.token_ids) if item.draft else 0)
-            assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, at most {max_committed}"
-            self._move_path(request, (path or ())[: len(committed) - 1])
-            request.token_ids.extend(committed)
-            if self.shares.masks is not None and path is not None:
-                self.shares.masks.observe(max_committed - 1, len(path))
-            request.num_computed_tokens = request.num_tokens - 1
-            request.draft = None
-            request.hold_until_s = None
-        else:
-            assert not committed, "a prefill chunk samples nothing"
-            request.num_computed_tokens += item.num_new_tokens
-        self._tables.roll_back(request)
-        self._tables.publish(request, first_unpublished)
-        self._enqueue(self._groups.release(request))
+        requests, size, masks = self._requests, self._pool.block_size, self.shares.masks
+        for outcome in outcomes:
+            item, committed = outcome.item, outcome.committed
+            request, draft = item.request, item.draft
+            if requests.get(request.request_id) is not request:
+                continue
+            first = request.num_computed_tokens
+            if item.samples:
+                max_committed = 1 if draft is None else 1 + len(draft.token_ids)
+                assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, of {max_committed}"
+                if draft is not None and draft.parents is not None:
+                    self._move_path(request, outcome.path[: len(committed) - 1])
+                request.token_ids.extend(committed)
+                if masks is not None:
+                    masks.observe(max_committed - 1, len(outcome.path))
+                stop = request.num_computed_tokens = len(request.token_ids) - 1
+                request.draft = request.hold_until_s = None
+            else:
+                assert not committed, "a prefill chunk samples nothing"
+                stop = request.num_computed_tokens = first + item.num_new_tokens
+            if stop <= (len(request.block_table) - 1) * size:
+                self._tables.roll_back(request)
+            if stop // size != first // size:
+                self._tables.publish(request, first // size)
+            if request.group_id is not None:
+                self._enqueue(self._groups.release(request))
 
     def _move_path(self, request: Request, path: Sequence[int]) -> None:
         """Queue moves of the KV of accepted tree nodes to the slots of their positions; call before committing them.
@@ -312,13 +317,29 @@ class Scheduler:
             self._queue_of(request).push(self._seniority_of(request), request)
 
     def _schedule_running(self, step: _Step, now_s: float) -> None:
+        running, items, references, size = self._running, step.items, self._pool.references, self._pool.block_size
+        may_have_masks = self.shares.masks is not None
         index = 0  # not `for`: preemption shortens the list from its end
-        while index < len(self._running) and step.budget:
-            request = self._running[index]
+        while index < len(running) and step.budget:
+            request = running[index]
             index += 1
             if request.stands_until_s is not None and request.stands_until_s <= now_s:
                 request.stands_until_s = None  # nobody came
-            if request.stands_until_s is None and (request.hold_until_s is None or request.hold_until_s <= now_s):
+            hold_until_s = request.hold_until_s
+            if request.stands_until_s is not None or (hold_until_s is not None and hold_until_s > now_s):
+                continue
+            computed, table = request.num_computed_tokens, request.block_table
+            place = computed // size  # of the block that it writes into next
+            if (
+                request.draft is None
+                and len(request.token_ids) - computed == 1
+                and place < len(table)
+                and references[table[place]] == 1
+                and not may_have_masks
+            ):  # most requests in most steps: one token, which fits; as `_schedule_request`, without its calls
+                step.budget -= 1
+                items.append(ScheduledRequest(request, 1, None, True))
+            else:
                 self._schedule_request(request, step)
 
     def _admit_waiting(self, step: _Step) -> None:

@@ -406,7 +406,7 @@ def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
         assert of_d is None or of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
-        bench.coordinator.observe_verified([(request, 2, 2)])
+        bench.coordinator.observe_verified([(request.request_id, 2, 2)])
         request.token_ids += [7, 8, 9]
         request.draft = None
     (of_d,) = bench.coordinator.drafters(bench.now_s)
@@ -427,7 +427,7 @@ def test_a_drafter_with_weights_of_its_own_is_behind_the_targets_updates(bench: 
     (of_d,) = bench.coordinator.drafters(bench.now_s)
     assert of_d.num_updates_behind == 0
     bench.coordinator.updates.take_version("v1")
-    bench.coordinator.observe_verified([(request, 200, 20)])
+    bench.coordinator.observe_verified([(request.request_id, 200, 20)])
     (of_d,) = bench.coordinator.drafters(bench.now_s)
     assert of_d.num_updates_behind == 1
     bench.receive(DrafterEvent(drafter_id="d", weight_version="v1"))

@@ -30,7 +30,7 @@ def step(scheduler: Scheduler, now_s: float = 0.0) -> dict[str, int]:
     assert schedule is not None
     shares = {item.request.request_id: item.num_new_tokens for item in schedule.items}
     for item in schedule.items:
-        scheduler.commit(item, [7] if item.samples else [])
+        parts.commit(scheduler, item, [7] if item.samples else [])
     scheduler.check_integrity()
     return shares
 

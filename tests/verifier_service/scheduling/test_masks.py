@@ -34,7 +34,7 @@ def step(scheduler: Scheduler, committed: list[int], num_accepted: int = 0) -> S
     assert schedule is not None
     for item in schedule.items:
         if item.samples:
-            scheduler.commit(item, committed, tuple(range(num_accepted)))
+            parts.commit(scheduler, item, committed, tuple(range(num_accepted)))
     scheduler.check_integrity()
     return schedule
 
@@ -66,8 +66,8 @@ def test_behind_a_draft_stands_a_block_for_each_of_its_prefixes():
     assert batch.logits_indices == list(range(10))
     assert row_starts(schedule.items) == [0, 9]
     assert schedule.items[0].masks.rows_of(1) == range(2, 4)
-    scheduler.commit(schedule.items[0], [6, 8], (0,))
-    scheduler.commit(schedule.items[1], [6], ())
+    parts.commit(scheduler, schedule.items[0], [6, 8], (0,))
+    parts.commit(scheduler, schedule.items[1], [6], ())
     assert scheduler.moves == []
     assert (request.num_computed_tokens, request.num_tokens) == (5, 6)
     assert len(request.block_table) == 2

@@ -30,7 +30,7 @@ def step(scheduler: Scheduler, committed: Mapping[str, list[int]] = {}, now_s: f
     schedule = scheduler.schedule(now_s)
     assert schedule is not None
     for item in schedule.items:
-        scheduler.commit(item, committed.get(item.request.request_id, [7]) if item.samples else [])
+        parts.commit(scheduler, item, committed.get(item.request.request_id, [7]) if item.samples else [])
     scheduler.check_integrity()
     return schedule
 
@@ -340,9 +340,9 @@ def test_commit_checks_how_much_was_committed():
     (item,) = scheduler.schedule(0.0).items
     for tokens in ([], [1, 2, 3]):
         with pytest.raises(AssertionError, match="tokens committed"):
-            scheduler.commit(item, tokens)
+            parts.commit(scheduler, item, tokens)
     with pytest.raises(AssertionError, match="samples nothing"):
-        scheduler.commit(ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=False), [1])
+        parts.commit(scheduler, ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=False), [1])
 
 
 #           0     1     2     3     4     5
@@ -370,7 +370,7 @@ def test_batches_of_chains_have_no_trees_and_beside_a_tree_they_have_no_parents(
 def test_an_accepted_paths_kv_is_moved_once(path: tuple[int, ...], num_committed: int, moves):
     scheduler, request = with_draft(6, range(30, 36), PARENTS)
     (item,) = scheduler.schedule(0.0).items
-    scheduler.commit(item, [50] * num_committed, path)
+    parts.commit(scheduler, item, [50] * num_committed, path)
     assert (list(scheduler.moves), request.num_computed_tokens) == (moves, 5 + num_committed)
     batch = step(scheduler).batch
     assert list(zip(batch.move_sources, batch.move_targets, strict=True)) == moves
@@ -499,7 +499,7 @@ def test_scheduling_256_requests_with_drafts_is_cheap():
         schedule = scheduler.schedule(0.0)
         times_s.append(time.perf_counter() - begin_s)
         for item in schedule.items:
-            scheduler.commit(item, [1])
+            parts.commit(scheduler, item, [1])
     # About 1 ms on an idle core; the margin is for machines that are shared.
     assert min(times_s) < 0.010
 
@@ -515,7 +515,7 @@ def test_fifty_thousand_requests_in_the_queue_cost_no_step():
     for _ in range(500):
         schedule = scheduler.schedule(0.0)
         for item in schedule.items:
-            scheduler.commit(item, [1])
+            parts.commit(scheduler, item, [1])
             scheduler.remove(item.request.request_id)
     # About 0.5 s on an idle core; removals or steps that walk the queue would make it minutes.
     assert time.perf_counter() - begin_s < 5.0

@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 path.append(index)
                 node = index
         committed = [draft_ids[index] for index in path] + outputs[node + 1 : node + 2]
-        self.scheduler.commit(item, committed, path if item.draft and item.draft.parents else None)
+        parts.commit(self.scheduler, item, committed, path)
         if request.block_table:
             num_blocks = self.scheduler._pool.num_blocks_for(request.num_computed_tokens)
             assert len(request.block_table) == num_blocks, "blocks of rejected tokens are kept"
