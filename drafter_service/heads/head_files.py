@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from outrider.verifier_service.formats.checkpoint import (
-    INDEX_NAME,
-    Checkpoint,
-    StateDictSource,
-    TensorSource,
-    WeightError,
-)
+from outrider.verifier_service.formats.checkpoint import INDEX_NAME, StateDictSource, TensorSource, WeightError
+from outrider.verifier_service.formats.quantized import open_checkpoint
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -120,11 +115,11 @@ def opened(folder: Path | str) -> Iterator[HeadFiles]:
     folder = Path(folder)
     config = read_json(folder / CONFIG_NAME)
     if any(folder.glob("*.safetensors")):
-        try:
-            checkpoint = Checkpoint(folder)
-        except SafetensorError as error:
-            raise WeightError(f"{folder}: not a safetensors file: {error}") from error
-        with checkpoint:
+        with ExitStack() as stack:
+            try:
+                checkpoint = stack.enter_context(open_checkpoint(folder))
+            except SafetensorError as error:
+                raise WeightError(f"{folder}: not a safetensors file: {error}") from error
             yield HeadFiles(folder, config, checkpoint)
     else:
         yield HeadFiles(folder, config, StateDictSource(_unpickled(folder)))

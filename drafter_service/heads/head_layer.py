@@ -29,7 +29,8 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.drafter_service.heads.head_files import HeadFiles, opened
-from outrider.verifier_service.formats.checkpoint import Checkpoint, TensorSource, WeightError
+from outrider.verifier_service.formats.checkpoint import TensorSource, WeightError
+from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
@@ -310,8 +311,6 @@ def require_family(description: PreTrainedConfig) -> None:
     has_window = description.model_type == "mistral" and description.sliding_window is not None
     if has_window or "sliding_attention" in (getattr(description, "layer_types", None) or ())[:1]:
         raise HeadError("sliding_window: a head whose attention has a window is not served")
-    if getattr(description, "quantization_config", None) is not None:
-        raise HeadError("quantization_config: quantised heads are not read")
 
 
 SomeHead = TypeVar("SomeHead", bound=DraftHead)
@@ -333,7 +332,7 @@ def load_heads(
         raise HeadError(f"tensor_parallel_size: {config.tensor_parallel_size}, {kind.words} runs on one device")
     device = resolve_device(config.device)
     with ExitStack() as stack:
-        source = None if target is None else stack.enter_context(Checkpoint(target))
+        source = None if target is None else stack.enter_context(open_checkpoint(target))
         heads = [
             kind.from_folder(
                 folder, target=source, num_target_layers=num_target_layers, device=device, dtype=config.dtype

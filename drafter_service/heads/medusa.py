@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outrider.drafter_service.heads.head_files import HeadFiles, opened, write_head
-from outrider.verifier_service.formats.checkpoint import Checkpoint
+from outrider.verifier_service.formats.quantized import open_checkpoint
 
 FILE_NAME = "medusa_lm_head.safetensors"
 _PREFIX = r"^(?:medusa_heads?\.)?"
@@ -137,7 +137,7 @@ def _original_name(name: str, num_layers: int) -> str:
 
 def target_lm_head(folder: Path) -> torch.Tensor | None:
     """Read a target's output embedding, for heads that share it; None: it has none by the usual names."""
-    with Checkpoint(folder) as target:
+    with open_checkpoint(folder) as target:
         name = next((name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target), None)
         return None if name is None else target.read(name)
 

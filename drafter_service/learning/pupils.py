@@ -25,7 +25,8 @@ from outrider.drafter_service.training.medusa import MedusaPupil
 from outrider.drafter_service.training.mlp_speculator import MlpPupil
 from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.unrolled import UnrolledPupil
-from outrider.verifier_service.formats.checkpoint import Checkpoint, WeightError
+from outrider.verifier_service.formats.checkpoint import WeightError
+from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.weights import require_alike, require_finite
 
@@ -126,7 +127,7 @@ def mlp_speculator(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
 
 
 def _head(maker: PupilMaker, kind: type[Eagle3Head] | type[EagleHead], folder: Path) -> tuple[Student, Reading]:
-    with Checkpoint(resolve_folder(maker.spec.target)) as target:
+    with open_checkpoint(resolve_folder(maker.spec.target)) as target:
         num_layers = maker.spec.num_target_layers()
         head = kind.from_folder(folder, target=target, num_target_layers=num_layers, device=maker.device)
     _train(head, frozen={"embed_tokens.weight", *head.borrowed})

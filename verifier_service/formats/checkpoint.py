@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -136,8 +138,16 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._owner[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Return a tensor's dtype by safetensors' name, as `BF16`, `F8_E4M3`."""
+        return self._owner[name].get_slice(name).get_dtype()
+
+    def num_bytes(self, name: str) -> int:
+        bits = re.search(r"\d+", self.dtype(name))  # `BOOL` has none
+        return math.prod(self.shape(name)) * int(bits[0] if bits else 8) // 8
+
     def is_plain(self, name: str) -> bool:
-        return self._owner[name].get_slice(name).get_dtype() in PLAIN_DTYPES
+        return self.dtype(name) in PLAIN_DTYPES
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Read a tensor, or one rank's slice of it."""

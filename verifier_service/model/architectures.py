@@ -172,7 +172,7 @@ def _resolve(config: ModelConfig, patterns: list[str]) -> Path:
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
     whole = _read_whole(folder, config)
-    _require_plain_weights(whole)  # `quantization_config` belongs to the whole model
+    _require_readable_weights(folder, whole)
     description = whole.get_text_config()
     require_supported(description, config.tensor_parallel_size)
     return description
@@ -189,9 +189,13 @@ def _read_whole(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
 
-def _require_plain_weights(description: PreTrainedConfig) -> None:
-    if getattr(description, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{description.model_type}: quantised checkpoints are not read")
+def _require_readable_weights(folder: Path, description: PreTrainedConfig) -> None:
+    from outrider.verifier_service.formats.quantized import FormatError, read_format  # imported here: it needs torch
+
+    try:
+        read_format(folder)
+    except FormatError as error:
+        raise UnsupportedModelError(f"{description.model_type}: {error}") from error
 
 
 def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) -> Architecture:

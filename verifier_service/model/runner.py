@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from outrider.verifier_service.cpu.kernels import wanted_isa
-from outrider.verifier_service.formats.checkpoint import Checkpoint, StateDictSource, TensorSource
+from outrider.verifier_service.formats.checkpoint import StateDictSource, TensorSource
+from outrider.verifier_service.formats.quantized import PlainTensors, open_checkpoint
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.counts import GraphCounts
@@ -330,18 +331,22 @@ class ModelRunner:
                 num_cached_experts=config.num_cached_experts,
             )
             self.weight_bytes_read = checkpoint.bytes_read
+            if isinstance(checkpoint, PlainTensors) and checkpoint.summary and self.group.rank == 0:
+                logger.warning("%s: %s", config.path, checkpoint.summary)
         if check:
             self.memory.remember(CHECKED, True)
         return model
 
     @contextlib.contextmanager
-    def open_checkpoint(self, folder: Path) -> Iterator[Checkpoint | RandomWeights]:
-        """Open the tensors in a folder, or those that its recipe draws. Raises `WeightError`."""
+    def open_checkpoint(self, folder: Path) -> Iterator[PlainTensors | RandomWeights]:
+        """Open the tensors in a folder, dequantised, or those that its recipe draws. Raises `WeightError`."""
         drawn = read_recipe(folder, self.description, dtype=self.dtype, device=self.device)
         if drawn is not None:
             yield drawn
             return
-        with Checkpoint(folder) as checkpoint:
+        is_hosted = self.config.num_cached_experts is not None  # most weights: they are dequantised where they stay
+        device = torch.device("cpu") if is_hosted else self.device
+        with open_checkpoint(folder, dtype=self.dtype, device=device) as checkpoint:
             yield checkpoint
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:

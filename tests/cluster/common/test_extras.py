@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.cluster.common.extras import PACKAGES, MissingExtraError, is_installed, missing_extra, require_extra
-from outrider.verifier_service.model import gguf
+from outrider.verifier_service.formats import gguf
 from rooms import LAYERS, ROOT, imported, module_name, sources
 
 # the optional parts themselves: the only modules that import an extra's packages

@@ -172,7 +172,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path, case: str) -> N
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "sliding_window"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' depends on"),
     ],
 )

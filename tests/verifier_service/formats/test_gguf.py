@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 from transformers import LlamaForCausalLM
 
 from outrider.verifier_service.cache import CACHE_VARIABLE
-from outrider.verifier_service.model import gguf
+from outrider.verifier_service.formats import gguf
 from outrider.verifier_service.model.architectures import resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner

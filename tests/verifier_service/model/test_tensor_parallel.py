@@ -21,6 +21,7 @@ from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.start_check import make_tiny_model
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
+from tiny.formats.schemes import SCHEMES, write_quantized
 from tiny.hub.families import FAMILIES, make_family_checkpoint
 from tiny.models import (
     TINY_ARCHITECTURES,
@@ -99,6 +100,11 @@ def assert_ranks_equal(model, pair, tmp_path) -> tuple[int, int]:
     parallel.close()
     assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
     return bytes_read
+
+
+@pytest.mark.parametrize(("scheme", "model_type"), [("fp8-blocks", "llama"), ("fp8-blocks", "qwen3_moe")])
+def test_two_ranks_equal_the_library_from_a_quantised_checkpoint(pair, tmp_path, scheme, model_type):
+    assert_ranks_equal(write_quantized(tmp_path, SCHEMES[scheme], model_type), pair, tmp_path)
 
 
 def test_block_copies_reach_every_rank(pair, tmp_path):

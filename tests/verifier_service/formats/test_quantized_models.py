@@ -1,0 +1,87 @@
+"""A quantised checkpoint serves the library's logits of its dequantised weights, through our decoder and the library's.
+
+A start compares them as well; its comparison is left on.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from exactness import small_engines
+from exactness.small_engines import Limits, RandomDrafts, generate, make_engine
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny.formats.schemes import SCHEMES, write_quantized
+from tiny.models import full_logits, random_sequences, scattered_batches
+
+NUM_BLOCKS, BLOCK_SIZE, NUM_NEW_TOKENS = 64, 4, 12
+LIBRARY_DEQUANTIZES = ("fp8-blocks", "fp8-static")  # without a GPU and without further packages
+
+
+def make_runner(folder: Path, **fields: object) -> ModelRunner:
+    options = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "device": "cpu", "dtype": "float32", **fields}
+    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single())
+
+
+def require_equal(runner: ModelRunner, model: PreTrainedModel) -> None:
+    """Logits within 1e-4, and the same likeliest tokens."""
+    sequences = random_sequences((41, 9, 26))
+    expected = [full_logits(model, sequence) for sequence in sequences]
+    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+        got, wanted = runner.execute(batch), torch.stack([expected[index][position] for index, position in rows])
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(got.argmax(1), wanted.argmax(1))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_the_decoders_logits_are_the_librarys(tmp_path: Path, scheme: str) -> None:
+    model = write_quantized(tmp_path, SCHEMES[scheme])
+    require_equal(make_runner(tmp_path), model)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "phi3", "gpt_neox", "starcoder2"])
+def test_so_are_those_of_experts_fused_projections_and_the_librarys_modules(tmp_path: Path, model_type: str) -> None:
+    model = write_quantized(tmp_path, SCHEMES["fp8-blocks"], model_type)
+    require_equal(make_runner(tmp_path), model)
+
+
+@pytest.mark.parametrize("scheme", LIBRARY_DEQUANTIZES)
+def test_the_library_dequantises_the_same_files_to_the_same_weights(tmp_path: Path, scheme: str) -> None:
+    expected = write_quantized(tmp_path, SCHEMES[scheme]).state_dict()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(read[name], weight) for name, weight in expected.items())
+
+
+def test_a_start_says_what_was_dequantised_and_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 32768, "hidden_size": 64}
+    write_quantized(tmp_path, SCHEMES["fp8-blocks"], **sizes)
+    with caplog.at_level(logging.WARNING):
+        make_runner(tmp_path, dtype="bfloat16", check_logits=False)
+    # 3 x 32768 x 64 weights and a few: 12.6 MB of 2 bytes, 6.3 MB of 1 and a scale for each 512
+    assert "FP8 weights are dequantised at load: 0.01 GB of bfloat16, 0.01 GB in the files" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["fp8-blocks"])
+def test_greedy_tokens_are_the_librarys_whatever_is_drafted(tmp_path: Path, scheme: str) -> None:
+    model = write_quantized(tmp_path, SCHEMES[scheme])
+    prompt = random_sequences((14,))[0]
+    token_ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": NUM_NEW_TOKENS}
+    expected = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options)[0, len(prompt) :]
+    runner = make_runner(tmp_path, num_kv_blocks=small_engines.NUM_BLOCKS)
+    drafts = RandomDrafts(runner.vocab_size)
+    request = GenerationRequest(
+        request_id="0",
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS),
+        plan=SpeculationPlan(draft_length=4),
+    )
+    generated = generate(make_engine(runner, drafts, Limits()), drafts, [request])
+    assert generated.token_ids["0"] == expected.tolist()
+    assert generated.num_draft_tokens > 0

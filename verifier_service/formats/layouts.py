@@ -1,0 +1,146 @@
+"""Layouts of quantised weights, one record each: which tensors hold a weight, and what numbers they stand for.
+
+    weight [rows, columns]  =  (codes - zero points) * scales
+
+Codes are integers, or floats of 4 or 8 bits; small ones lie packed in wider integers. A scale stands for a block of
+rows and columns. Activations stay as they are, whatever the checkpoint says of them: the products are at least as
+precise as those that it was made for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+Parts = Mapping[str, torch.Tensor]  # by the suffix of their names
+Axes = tuple[int | None, ...]  # for each dimension of a weight, the part's along it; None: it has none
+
+WORD_BITS = 32
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold each of eight neighbours
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 (OCP Microscaling Formats, 2023); bit 3 is the sign
+E8M0_BIAS = 127
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+WORDS = (8, 4, 16)  # numbers of 4, 8, 2 bits in one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How some checkpoints hold a weight."""
+
+    name: str
+    codes: str  # suffix of the tensor with the codes
+    needs: str  # suffix of another: where both are, the weight is quantised
+    dtypes: tuple[str, ...]  # of the codes, in safetensors' names
+    dequantize: Callable[[Parts, Shape, Sequence[int]], torch.Tensor]  # parts, the weight's shape, sizes of blocks
+    shape: Callable[[Shapes], Shape]  # the weight's
+    plain: str = ".weight"  # suffix of the weight that they stand for
+    optional: tuple[str, ...] = ()
+    axes: Mapping[str, Axes] = field(default_factory=dict)  # of parts that lie otherwise than the weight
+    index: str = ""  # suffix of the tensor that says which scale each column has; where it is, scales are not cut
+
+    def cut(self, shapes: Shapes, shape: Shape, blocks: Sequence[int], dim: int, start: int, stop: int) -> Cut:
+        """Return what to read of each part for [start, stop) of a weight's dimension: whole blocks, whole words."""
+        steps = {suffix: self._step(suffix, shapes, shape, blocks, dim) for suffix in shapes}
+        common = math.lcm(*(size for _, size in steps.values()))
+        first, last = start // common * common, min(-(-stop // common) * common, shape[dim])
+        cut = {suffix: (axis, size) for suffix, (axis, size) in steps.items() if axis is not None}
+        ranges = {suffix: (axis, first // size, -(-last // size)) for suffix, (axis, size) in cut.items()}
+        return Cut(ranges=ranges, first=first, last=last)
+
+    def _step(
+        self, suffix: str, shapes: Shapes, shape: Shape, blocks: Sequence[int], dim: int
+    ) -> tuple[int | None, int]:
+        """Return the dimension in which a part is cut (None: in none), and how many rows or columns a number is for."""
+        own, axes = shapes[suffix], self.axes.get(suffix, tuple(range(len(shape))))
+        axis = axes[dim]
+        if axis is None or axis >= len(own) or (own[axis] == 1 and shape[dim] > 1):
+            return None, 1
+        if self.index in shapes and dim == 1 and suffix not in (self.codes, self.index):
+            return None, 1
+        return axis, step(shape[dim], own[axis], (*blocks, *WORDS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What to read of a weight's parts."""
+
+    ranges: Mapping[str, tuple[int, int, int]]  # of a part's dimension, from, to; others are read whole
+    first: int  # of the weight's dimension: what the read parts stand for
+    last: int
+
+
+def step(size: int, count: int, blocks: Sequence[int]) -> int:
+    """Return how many of `size` rows or columns each of `count` numbers stands for; the last may stand for fewer.
+
+    `blocks`: what it may be where it does not follow from both. Raises `ValueError`.
+    """
+    if count in (1, size):
+        return size // count
+    found = next((block for block in blocks if block and -(-size // block) == count), size // count)
+    if -(-size // found) != count:
+        raise ValueError(f"{count} numbers cannot stand for {size} rows or columns in blocks of {list(blocks)}")
+    return found
+
+
+def spread(scales: torch.Tensor, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+    """Return float32 scales for a weight of this shape: each dimension has one number, or as many as the weight.
+
+    Bytes are exponents (E8M0).
+    """
+    wide = (scales.float() - E8M0_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+    if wide.numel() == 1:
+        return wide.reshape(1)
+    wide = wide.view(*wide.shape, *(1 for _ in shape[wide.dim() :]))
+    for dim, size in enumerate(shape):
+        if (count := wide.shape[dim]) not in (1, size):
+            wide = wide.repeat_interleave(step(size, count, blocks), dim=dim).narrow(dim, 0, size)
+    return wide
+
+
+def unpack(words: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the unsigned numbers of `bits` bits in int32 words along `dim`, lowest bits first, or in this order."""
+    places = range(WORD_BITS // bits) if order is None else order
+    shifts = torch.tensor(places, device=words.device, dtype=torch.int32) * bits
+    shifts = shifts.view(*(-1 if axis == dim + 1 else 1 for axis in range(words.dim() + 1)))
+    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float32 numbers of bytes that hold two each, low bits first: [..., n] to [..., 2 * n]."""
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=packed.device)
+    return values[torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).int()]
+
+
+# --- FP8 and INT8: a code is a number ---
+
+
+def _numbers(scales: str) -> Callable[[Parts, Shape, Sequence[int]], torch.Tensor]:
+    def dequantize(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+        codes = parts[".weight"].float()
+        if (zeros := parts.get(".weight_zero_point")) is not None:
+            codes = codes - spread(zeros.float(), shape, blocks)
+        return codes * spread(parts[scales], shape, blocks)
+
+    return dequantize
+
+
+def _numbers_in(name: str, scales: str, dtypes: tuple[str, ...], optional: tuple[str, ...] = ()) -> Layout:
+    return Layout(
+        name=name,
+        codes=".weight",
+        needs=scales,
+        dtypes=dtypes,
+        dequantize=_numbers(scales),
+        shape=lambda shapes: shapes[".weight"],
+        optional=optional,
+    )
+
+
+FP8_INVERSE = _numbers_in("FP8", ".weight_scale_inv", FLOAT8)  # DeepSeek's name and transformers'; it multiplies
+FP8 = _numbers_in("FP8", ".weight_scale", FLOAT8)
+INT8 = _numbers_in("INT8", ".weight_scale", ("I8",), optional=(".weight_zero_point",))

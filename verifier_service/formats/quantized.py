@@ -1,0 +1,208 @@
+"""Quantised checkpoints read as plain ones: each weight is dequantised when it is read, whole or one rank's slice.
+
+    quantization_config ─▶ layouts ─▶ which tensors of the files are a weight's codes and scales
+    read("x.weight", slice) ─▶ its blocks of codes and scales ─▶ a floating-point slice
+
+Tensors without scales are read as they are, so that modules a checkpoint leaves unquantised need no list of names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.verifier_service.formats.checkpoint import Checkpoint, Shard, WeightError
+from outrider.verifier_service.formats.layouts import FP8, FP8_INVERSE, INT8, Layout, Shape
+
+CONFIG_NAME = "config.json"
+QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
+# of activations and of the KV cache, neither of which is quantised here
+_UNUSED = re.compile(
+    r"\.(input_scale(_inv)?|input_zero_point|input_global_scale|activation_scale(_inv)?|[qkv]_scale|[qkv]_zero_point|"
+    r"kv_scale|output_scale)$"
+)
+
+Config = Mapping[str, Any]
+
+
+class FormatError(WeightError):
+    """A checkpoint's weights are quantised in a way that is not read; the text names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """What a `quantization_config` says of the weights."""
+
+    method: str
+    layouts: tuple[Layout, ...]
+    blocks: tuple[int, ...] = ()  # sizes of blocks and groups
+
+
+def read_format(folder: Path) -> Format | None:
+    """Return how a folder's weights are quantised, by its config.json; None: they are not. Raises `FormatError`."""
+    path = folder / CONFIG_NAME
+    whole = json.loads(path.read_text()) if path.is_file() else {}
+    parts = (whole, whole.get("text_config") or {})
+    config = next((part[_FIELD] for part in parts if part.get(_FIELD) is not None), None)
+    return None if config is None else format_of(config)
+
+
+def format_of(config: Config) -> Format:
+    """Return what a `quantization_config` says of the weights. Raises `FormatError` naming the field."""
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise FormatError(f"{_FIELD}.quant_method: {method!r} is not read, only {', '.join(sorted(_METHODS))}")
+    return Format(method=method, layouts=_METHODS[method](config), blocks=tuple(_blocks(config)))
+
+
+def _blocks(config: Config) -> Iterator[int]:
+    """Yield the sizes of blocks and groups that a config names, whatever for."""
+    for name, value in config.items():
+        if name in ("weight_block_size", "block_structure", "group_size"):
+            yield from (size for size in (value if isinstance(value, list) else [value]) if _is_size(size))
+        elif isinstance(value, Mapping):
+            yield from _blocks(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _compressed_tensors(config: Config) -> tuple[Layout, ...]:
+    known = ("float-quantized", "int-quantized", "naive-quantized", "mixed-precision", "dense")
+    groups = (config.get("config_groups") or {}).values()
+    for given in (config.get("format"), *(group.get("format") for group in groups)):
+        if given is not None and given not in known:
+            raise FormatError(f"{_FIELD}.format: {given!r} is not read, only {', '.join(known)}")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise FormatError(f"{_FIELD}.sparsity_config: sparse weights are not read")
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise FormatError(f"{_FIELD}.transform_config: turned weights are not read")
+    return FP8, INT8
+
+
+_FIELD = "quantization_config"
+_METHODS: dict[str, Callable[[Config], tuple[Layout, ...]]] = {
+    "fp8": lambda config: (FP8_INVERSE, FP8),
+    "fbgemm_fp8": lambda config: (FP8,),
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A quantised weight."""
+
+    layout: Layout
+    parts: dict[str, str]  # names of its tensors by suffix
+    shape: Shape
+
+
+class PlainTensors:
+    """A checkpoint's tensors as floating-point numbers of 16 bits or more; a `TensorSource`.
+
+    Dequantised ones are of `dtype` and on `device`. Raises `WeightError` for a quantised tensor without its scales.
+    """
+
+    def __init__(self, files: Checkpoint, found: Format | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._files, self._dtype, self._device = files, dtype, device
+        self._blocks = () if found is None else found.blocks
+        layouts = () if found is None else found.layouts
+        self._stored = dict(self._find(layouts))
+        parts = {name for stored in self._stored.values() for name in stored.parts.values()}
+        self.names: Iterable[str] = [
+            *self._stored,
+            *(name for name in files.names if name not in parts and not (layouts and _UNUSED.search(name))),
+        ]
+        self._known = set(self.names)
+
+    def _find(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, _Stored]]:
+        """Yield the weights that are held in one of these layouts, by their plain names."""
+        for layout in layouts:
+            for needed in self._files.names:
+                base = needed.removesuffix(layout.needs)
+                codes = base + layout.codes
+                if base == needed or codes not in self._files or self._files.dtype(codes) not in layout.dtypes:
+                    continue
+                parts = {suffix: base + suffix for suffix in (layout.codes, layout.needs, *layout.optional)}
+                present = {suffix: name for suffix, name in parts.items() if name in self._files}
+                shapes = {suffix: self._shape_of(name) for suffix, name in present.items()}
+                yield base + layout.plain, _Stored(layout=layout, parts=present, shape=layout.shape(shapes))
+
+    def _shape_of(self, name: str) -> Shape:
+        """Return the shape of a part; of one that is a weight's shape, that."""
+        if name.endswith(".weight_shape"):
+            return tuple(self._files.read(name).tolist())
+        return self._files.shape(name)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._stored.get(name)
+        return self._files.shape(name) if stored is None else stored.shape
+
+    def is_plain(self, name: str) -> bool:
+        return name in self._stored or self._files.is_plain(name)
+
+    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
+        """Read a tensor, or one rank's slice of it."""
+        stored = self._stored.get(name)
+        if stored is not None:
+            try:
+                return self._dequantized(stored, shard)
+            except ValueError as error:
+                raise WeightError(f"checkpoint tensor {name!r} ({stored.layout.name}): {error}") from error
+        if (dtype := self._files.dtype(name)) in QUANTIZED_DTYPES:
+            raise WeightError(f"checkpoint tensor {name!r} is {dtype}, and nothing says how it is quantised")
+        return self._files.read(name, shard)
+
+    def _dequantized(self, stored: _Stored, shard: Shard | None) -> torch.Tensor:
+        layout, shape = stored.layout, list(stored.shape)
+        if shard is None:
+            parts = {suffix: self._placed(name, None) for suffix, name in stored.parts.items()}
+            return layout.dequantize(parts, stored.shape, self._blocks).to(self._dtype)
+        shapes = {suffix: self._files.shape(name) for suffix, name in stored.parts.items()}
+        cut = layout.cut(shapes, stored.shape, self._blocks, shard.dim, shard.start, shard.stop)
+        ranges = {suffix: Shard(dim=dim, start=start, stop=stop) for suffix, (dim, start, stop) in cut.ranges.items()}
+        parts = {suffix: self._placed(name, ranges.get(suffix)) for suffix, name in stored.parts.items()}
+        shape[shard.dim] = cut.last - cut.first
+        whole = layout.dequantize(parts, tuple(shape), self._blocks)
+        return whole.narrow(shard.dim, shard.start - cut.first, shard.stop - shard.start).to(self._dtype)
+
+    def _placed(self, name: str, shard: Shard | None) -> torch.Tensor:
+        return self._files.read(name, shard).to(self._device)
+
+    @property
+    def summary(self) -> str | None:
+        """What was dequantised, and the memory that it takes; None: nothing."""
+        if not self._stored:
+            return None
+        kinds = ", ".join(sorted({stored.layout.name for stored in self._stored.values()}))
+        held = sum(self._files.num_bytes(name) for stored in self._stored.values() for name in stored.parts.values())
+        plain = sum(math.prod(stored.shape) for stored in self._stored.values()) * self._dtype.itemsize
+        dtype = str(self._dtype).removeprefix("torch.")
+        sizes = f"{plain / 1e9:.2f} GB of {dtype}, {held / 1e9:.2f} GB in the files"
+        return f"{kinds} weights are dequantised at load: {sizes}"
+
+
+@contextmanager
+def open_checkpoint(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Iterator[PlainTensors]:
+    """Open a folder's tensors, dequantised by its config.json. Raises `WeightError`, `FormatError`."""
+    found = read_format(folder)
+    with Checkpoint(folder) as files:
+        yield PlainTensors(files, found, dtype, torch.device("cpu") if device is None else device)
