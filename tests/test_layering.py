@@ -109,7 +109,8 @@ ROOMS = {
     ),
     "cluster/client": "common",
     "cluster/cli": (  # its verbs' options, which the laboratory's verbs have, too
-        "common replies config replicas offline client verifier_service/model drafter_service/training"
+        "common replies config replicas offline client verifier_service/model drafter_service/service "
+        "drafter_service/training"
     ),
     # what measures, simulates and shows it; nothing above imports this
     "lab": "cluster/common verifier_service/messages verifier_service/model verifier_service/sampling",
@@ -131,7 +132,7 @@ ROOMS = {
         "lab corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
         "verifier_service/model drafter_service/service drafter_service/training"
     ),
-    "lab/embedded": "drafter_service/embedded drafter_service/training",
+    "lab/embedded": "drafter_service/embedded drafter_service/service drafter_service/training",
     "lab/replay": ("lab cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
     "lab/simulate": (
         "lab replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "

@@ -8,18 +8,9 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import config_option, model_options, with_options
+from outrider.cluster.cli.options import config_option, model_options
 from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-
-_SAMPLING = {
-    "max_tokens": 64,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-}  # options, and their defaults
-_HELP = {"top_k": "0 and -1: off."}
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -34,12 +25,11 @@ _HELP = {"top_k": "0 and -1: off."}
 )
 @click.option("--chat", "is_chat", is_flag=True, help="A prompt is what a user says: use the model's chat template.")
 @click.option("--system", help="A first message that tells the model how to behave; needs --chat.")
-@with_options(
-    [
-        click.option(f"--{name.replace('_', '-')}", default=default, show_default=True, help=_HELP.get(name))
-        for name, default in _SAMPLING.items()
-    ]
-)
+@click.option("--max-tokens", default=64, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--top-p", default=1.0, show_default=True)
+@click.option("--top-k", default=0, show_default=True, help="0 and -1: off.")
+@click.option("--min-p", default=0.0, show_default=True)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option("--drafter-process", is_flag=True, help="Draft in a process on a core of its own.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON line per prompt, as it ends.")
@@ -48,6 +38,12 @@ def generate(
     prompts_file: Path | None,
     is_chat: bool,
     system: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    ignore_eos: bool,
     drafter_process: bool,
     as_json: bool,
     **options: Any,
@@ -58,9 +54,16 @@ def generate(
     from outrider.cluster.offline.sampling_params import SamplingParams
 
     with usage_errors():
-        given = {name: options.pop(name) for name in (*_SAMPLING, "ignore_eos")}
         offline_config(options)  # a wrong option is reported before a wrong prompt
-        sampling = SamplingParams(**given, seed=options["seed"])
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            ignore_eos=ignore_eos,
+            seed=options["seed"],
+        )
         lines = generation.read_lines(prompt_texts, prompts_file, is_chat=is_chat, system=system)
         is_silent = bool(lines)
         run = generation.run(options, lines, sampling, drafter_process=drafter_process, as_json=as_json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import click
 from outrider.cluster.cli.usage import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, show_work
+from outrider.drafter_service.service.methods import TRAINED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,17 +26,13 @@ if TYPE_CHECKING:
     from outrider.drafter_service.training.distil import Distilled, DistilOptions
     from outrider.drafter_service.training.trainer import StepReport
 
-METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash", "tidar")
 OBJECTIVES = ("ce", "tv", "streak")
 DEFAULT_MINUTES = 30.0
-# options that some methods alone know, and which
-OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "init_from": ("draft-model", "parallel-draft", "eagle3", "tidar"),
-    "hidden_size": ("draft-model", "parallel-draft", "mlp-speculator"),
-    "num_layers": ("draft-model", "parallel-draft", "medusa", "dflash"),
-    "draft_vocab_size": ("medusa", "eagle3"),
-    "taps": ("eagle3", "dflash"),
-}
+
+
+def methods_with(option: str) -> list[str]:
+    """Return the methods that an option is of, where not all have it."""
+    return [name for name, record in TRAINED.items() if option in (record.trained_with or ())]
 
 
 def layer_ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -49,7 +46,7 @@ def layer_ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 
 
 _OPTIONS = (
-    click.argument("method", type=click.Choice(METHODS)),
+    click.argument("method", type=click.Choice(list(TRAINED))),
     click.option(
         "--target",
         required=True,
@@ -205,8 +202,8 @@ def _parse(
         "init_from": init_from,
     }
     for name, value in own.items():
-        if value is not None and method not in OWN_OPTIONS[name]:
-            raise ValueError(f"--{name.replace('_', '-')} is an option of {_listed(OWN_OPTIONS[name])} alone")
+        if value is not None and method not in (known := methods_with(name)):
+            raise ValueError(f"--{name.replace('_', '-')} is an option of {_listed(known)} alone")
     if minutes is None:
         minutes = DEFAULT_MINUTES if num_steps is None else math.inf
     return DistilOptions(

@@ -172,11 +172,15 @@ class Choice:
         message: GenerationRequest,
         text: TextCodec | None,
         end_ids: Collection[int],
-        **shared: Any,
+        *,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+        started_s: float,
+        tells_cached: bool = True,
     ) -> Choice:
         """Return a request's choice before its first output. `text`: None where nobody reads any.
 
-        `end_ids`: the model's end-of-sequence tokens. `shared`: further fields, the same for all choices.
+        `end_ids`: the model's end-of-sequence tokens.
         """
         sampling = request.sampling
         stop_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_ids)))
@@ -187,7 +191,10 @@ class Choice:
             silent_stop_ids=frozenset() if request.include_stop else stop_ids,
             detokenizer=NoText() if text is None else request.detokenizer(text),
             is_prompt_only=request.is_prompt_only,
-            **shared,
+            metrics=metrics,
+            clock=clock,
+            started_s=started_s,
+            tells_cached=tells_cached,
         )
 
     def absorb(self, output: RequestOutput) -> GatewayChunk:

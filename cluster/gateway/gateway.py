@@ -152,11 +152,19 @@ class Gateway:
         self.metrics.request_began(
             len(request.prompt_token_ids), num_choices=request.n, max_tokens=request.sampling.max_tokens
         )
-        shared: dict[str, Any] = {"metrics": self.metrics, "clock": self._clock, "started_s": started_s}
-        shared["tells_cached"] = self.model.tells_cached
         begun = [
-            Choice.of(request, index, each, self.text, self.model.eos_token_ids, **shared)
-            for index, each in enumerate(choices)
+            Choice.of(
+                request,
+                index,
+                message,
+                self.text,
+                self.model.eos_token_ids,
+                metrics=self.metrics,
+                clock=self._clock,
+                started_s=started_s,
+                tells_cached=self.model.tells_cached,
+            )
+            for index, message in enumerate(choices)
         ]
         generation = Generation(begun, self._backend, interval)
         self._running[request.request_id] = generation

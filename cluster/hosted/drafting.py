@@ -27,6 +27,7 @@ from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
 from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.counts import HandoverCounts
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import (
     EngineLoad,
@@ -44,6 +45,8 @@ from outrider.verifier_service.scheduling.schedule import first_nodes
 
 IDLE_S = 30.0  # without a step; then all sessions are closed, and running requests open new ones
 MIN_WAIT_S = 0.02  # so that a short stall does not cost every draft
+# vLLM schedules, and has counters of its own
+_UNCOUNTED = ("num_preemptions", "num_prefix_queried_tokens", "num_prefix_hit_tokens", *HandoverCounts._fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +382,7 @@ class HostedDrafting:
             price=self.pricing.price,
             knee=self.pricing.knee,
             draft_length_mean=self._rates.draft_length_mean,
-            counters=counters_of(stats, coordinator, self.pricing, self._relays),
+            counters=counters_of(stats, coordinator, self.pricing, self._relays, uncounted=_UNCOUNTED),
             requests=tuple(RequestLoad.of(request, is_running=True) for request in running),
             drafters=coordinator.drafters(now_s),
             circuits=circuits_of(coordinator, now_s),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined
 from outrider.cluster.gateway.request_parser import ValidRequest
@@ -124,11 +123,20 @@ class PromptRun:
             num_prompt_logprobs=sampling.prompt_logprobs,
         )
         text = context.codec if sampling.detokenize else None
-        shared: dict[str, Any] = {"metrics": context.metrics, "clock": context.clock, "started_s": context.clock()}
+        started_s = context.clock()
         self.requests = request.choices()
         self._runs = {
             message.request_id: OutputRun(
-                choice=Choice.of(request, index, message, text, context.eos_token_ids, **shared)
+                choice=Choice.of(
+                    request,
+                    index,
+                    message,
+                    text,
+                    context.eos_token_ids,
+                    metrics=context.metrics,
+                    clock=context.clock,
+                    started_s=started_s,
+                )
             )
             for index, message in enumerate(self.requests)
         }

@@ -96,6 +96,8 @@ class DraftMethod:
     has_sets: bool = False  # it may have a set of parameters for each draft position
     # outcomes of a verification to draft for in spare time, where nothing is said; None: it cannot
     ahead_branches: int | None = None
+    # options of `outrider train-drafter` that not all methods have, and this one has; None: it is not trained
+    trained_with: tuple[str, ...] | None = None
     refusal: Callable[[SpeculativeConfig], str | None] = lambda config: None  # why a configuration is impossible
 
     @property
@@ -145,26 +147,44 @@ def _plugin_refusal(config: SpeculativeConfig) -> str | None:
 
 
 _RECORDS = (
-    DraftMethod(Method.DRAFT_MODEL, Kind.MODEL, learns=True, ahead_branches=8),
+    DraftMethod(
+        Method.DRAFT_MODEL,
+        Kind.MODEL,
+        learns=True,
+        ahead_branches=8,
+        trained_with=("init_from", "hidden_size", "num_layers"),
+    ),
     DraftMethod(Method.NGRAM, Kind.LOOKUP),
     DraftMethod(Method.SUFFIX, Kind.LOOKUP),
     DraftMethod(Method.LOOKAHEAD, Kind.LOOKUP),
     DraftMethod(Method.EARLY_EXIT, Kind.TARGET),
     DraftMethod(Method.SPARSE, Kind.TARGET),
-    DraftMethod(Method.TIDAR, Kind.TARGET, has_masks=True, refusal=_tidar_refusal),
-    DraftMethod(Method.MEDUSA, Kind.HEAD, learns=True),
-    DraftMethod(Method.MLP_SPECULATOR, Kind.HEAD, learns=True),
+    DraftMethod(Method.TIDAR, Kind.TARGET, has_masks=True, refusal=_tidar_refusal, trained_with=("init_from",)),
+    DraftMethod(Method.MEDUSA, Kind.HEAD, learns=True, trained_with=("num_layers", "draft_vocab_size")),
+    DraftMethod(Method.MLP_SPECULATOR, Kind.HEAD, learns=True, trained_with=("hidden_size",)),
     # A head is fast beside a verification, and drafts from its own states are accepted less: the embedded EAGLE-3
     # head answers half of the rounds at once, with 6% fewer tokens per round (greedy, 8 outcomes).
-    DraftMethod(Method.EAGLE, Kind.HEAD, learns=True, has_sets=True, ahead_branches=0),
-    DraftMethod(Method.EAGLE3, Kind.HEAD, learns=True, names_taps=True, has_sets=True, ahead_branches=0),
-    DraftMethod(Method.MTP, Kind.HEAD, is_in_target=True, ahead_branches=0),
-    DraftMethod(Method.PARALLEL_DRAFT, Kind.MODEL),
-    DraftMethod(Method.DFLASH, Kind.HEAD, names_taps=True),
+    DraftMethod(Method.EAGLE, Kind.HEAD, learns=True, has_sets=True, ahead_branches=0, trained_with=()),
+    DraftMethod(
+        Method.EAGLE3,
+        Kind.HEAD,
+        learns=True,
+        names_taps=True,
+        has_sets=True,
+        ahead_branches=0,
+        trained_with=("init_from", "draft_vocab_size", "taps"),
+    ),
+    DraftMethod(Method.MTP, Kind.HEAD, is_in_target=True, ahead_branches=0, trained_with=()),
+    DraftMethod(Method.PARALLEL_DRAFT, Kind.MODEL, trained_with=("init_from", "hidden_size", "num_layers")),
+    DraftMethod(Method.DFLASH, Kind.HEAD, names_taps=True, trained_with=("num_layers", "taps")),
     DraftMethod(Method.HYBRID, Kind.HYBRID),
     DraftMethod(Method.PLUGIN, Kind.PLUGIN, refusal=_plugin_refusal),
 )
 METHODS: Mapping[Method, DraftMethod] = {record.name: record for record in _RECORDS}
+# those that `outrider train-drafter` trains, by their names there
+TRAINED: Mapping[str, DraftMethod] = {
+    record.name.replace("_", "-"): record for record in _RECORDS if record.trained_with is not None
+}
 
 
 def methods_of(kind: Kind) -> tuple[Method, ...]:

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.acceptance import AcceptanceFigures, measure_acceptance
 from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
 from outrider.drafter_service.training.dflash import DFlashPupil, DFlashShape
@@ -39,10 +39,6 @@ from outrider.drafter_service.training.served import (
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
-Method = Literal[
-    "draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash", "tidar"
-]
-METHODS: tuple[Method, ...] = get_args(Method)
 FIGURES_NAME = "acceptance.json"
 CHECKPOINT_NAME = "checkpoint.pt"
 TRIAL_NAME = "trial"  # the last evaluated drafter, beside the checkpoint
@@ -58,7 +54,7 @@ OnStep = Callable[[StepReport], None]
 class DistilOptions:
     """The options of a training run."""
 
-    method: Method
+    method: str  # one of `TRAINED`
     target: Path
     text: tuple[Path, ...]
     output: Path
@@ -85,8 +81,8 @@ class DistilOptions:
     dflash: DFlashShape = field(default_factory=DFlashShape)
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method}")
+        if self.method not in TRAINED:
+            raise ValueError(f"method must be one of {', '.join(TRAINED)}, not {self.method}")
         if min(self.rows, self.num_positions, self.eval_windows) < 1 or self.eval_prompts < 0:
             raise ValueError("rows, num_positions and eval_windows must be positive, eval_prompts 0 or more")
         if self.window <= self.num_positions + 1:
@@ -266,6 +262,7 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
                 seed=seed,
                 init_from=options.init_from,
             )
+    raise AssertionError(f"{options.method} is in TRAINED, and nothing here makes one")
 
 
 def _draft_model(

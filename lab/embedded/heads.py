@@ -18,8 +18,9 @@ from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
 from outrider.drafter_service.embedded import draft_path, held_out_prompts, target_path
+from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
-from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
+from outrider.drafter_service.training.distil import DistilOptions, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.served import continue_greedily, play_greedily, serve_greedily, served_drafter
@@ -35,7 +36,7 @@ NUM_NEW_TOKENS, DRAFT_LENGTH = 128, 4  # as it is served
 DEFAULT_MINUTES = 12.0
 ROWS, WINDOW = 4, 512  # of a training step
 # for those whose every root has masks of its own, which see all the text before it: the same tokens in shorter windows
-MASKED: tuple[Method, ...] = ("parallel-draft", "dflash", "tidar")
+MASKED: tuple[str, ...] = ("parallel-draft", "dflash", "tidar")
 MASKED_ROWS, MASKED_WINDOW = 8, 256
 
 
@@ -47,7 +48,7 @@ def library_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
     )
 
 
-def options_for(method: Method, out: Path, *, minutes: float, resume: bool) -> DistilOptions:
+def options_for(method: str, out: Path, *, minutes: float, resume: bool) -> DistilOptions:
     """Return the recipe of the shipped heads, which does for the others."""
     return DistilOptions(
         method=method,
@@ -66,11 +67,11 @@ def options_for(method: Method, out: Path, *, minutes: float, resume: bool) -> D
 
 
 @click.command()
-@click.argument("method", type=click.Choice(METHODS))
+@click.argument("method", type=click.Choice(list(TRAINED)))
 @click.option("--minutes", type=float, default=DEFAULT_MINUTES, show_default=True, help="From the first step on.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/heads"), show_default=True)
 @click.option("--resume", is_flag=True, help="Go on with the run that was stopped.")
-def main(method: Method, minutes: float, out: Path, resume: bool) -> None:
+def main(method: str, minutes: float, out: Path, resume: bool) -> None:
     """Train one kind of drafter for the embedded target; move the folder into the package to ship it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path())

@@ -14,7 +14,6 @@ from fakes.backend import build_tokenizer
 from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
-from outrider.drafter_service.training.distil import Method as TrainedMethod
 from outrider.drafter_service.training.distil import make_pupil
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
@@ -78,10 +77,10 @@ def write_first(root: Path, target: Path, method: Method) -> Path:
     """Write the checkpoint that a pool of a method starts with, somewhat off its beginning."""
     folder = root / f"first {method}"
     if not folder.exists():
-        named: Any = method.value.replace("_", "-")
-        trained: TrainedMethod = named
         teacher = Teacher.load(target, torch.device("cpu"), dtype=torch.float32)
-        pupil = make_pupil(options_for(trained, root / "drafter"), teacher, build_tokenizer(), make_corpus())
+        pupil = make_pupil(
+            options_for(method.value.replace("_", "-"), root / "drafter"), teacher, build_tokenizer(), make_corpus()
+        )
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in pupil.module.parameters():

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from fakes.backend import build_tokenizer
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.dflash import DFlashShape
-from outrider.drafter_service.training.distil import DistilOptions, Method, make_pupil
+from outrider.drafter_service.training.distil import DistilOptions, make_pupil
 from outrider.drafter_service.training.draft_model import DraftShape
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.pupil import Pupil
@@ -57,7 +57,7 @@ def make_corpus(num_tokens: int = 2000) -> Corpus:
     return Corpus(TokenStream(ids[0]), TokenStream(ids[1]))
 
 
-def options_for(method: Method, output: Path, *, num_steps: int = 6, resume: bool = False) -> DistilOptions:
+def options_for(method: str, output: Path, *, num_steps: int = 6, resume: bool = False) -> DistilOptions:
     """Return options of a run of seconds."""
     return DistilOptions(
         method=method,
@@ -78,6 +78,6 @@ def options_for(method: Method, output: Path, *, num_steps: int = 6, resume: boo
     )
 
 
-def make_tiny_pupil(method: Method, output: Path = Path("unused")) -> Pupil:
+def make_tiny_pupil(method: str, output: Path = Path("unused")) -> Pupil:
     """Begin a drafter of a tiny target."""
     return make_pupil(options_for(method, output), make_teacher(), build_tokenizer(), make_corpus())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,14 +12,13 @@ from outrider.verifier_service.messages.counts import EngineCounters, Histogram,
 from outrider.verifier_service.messages.engine import DrafterCircuit
 
 
-def counters_of(stats: StepStats, *others: object) -> EngineCounters:
-    """Return the counters of steps and of `others`, each under its name; those that nobody counts stay 0."""
-    counted = {
-        each.name: _state(getattr(source, each.name))
-        for each in fields(EngineCounters)
-        for source in (stats, *others)
-        if hasattr(source, each.name)
-    }
+def counters_of(stats: StepStats, *others: object, uncounted: Collection[str] = ()) -> EngineCounters:
+    """Return the counters of steps and of `others`, each under its name; `uncounted` ones stay 0.
+
+    Raises `AttributeError` naming a counter that is nowhere.
+    """
+    names = [each.name for each in fields(EngineCounters) if each.name not in uncounted]
+    counted = {name: _state(getattr(_source(name, (stats, *others)), name)) for name in names}
     counted["by_version"] = tuple(
         VersionCounts(
             weight_version=version,
@@ -28,6 +28,11 @@ def counters_of(stats: StepStats, *others: object) -> EngineCounters:
         for version, counts in stats.by_version.items()
     )
     return EngineCounters(**counted)
+
+
+def _source(name: str, sources: Sequence[object]) -> object:
+    """Return who counts a name; the last one where nobody does."""
+    return next((source for source in sources if hasattr(source, name)), sources[-1])
 
 
 def _state(count: Any) -> Any:

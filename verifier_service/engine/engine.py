@@ -23,7 +23,7 @@ from outrider.verifier_service.engine.step_rows import count_experts, note_predi
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.handover.giver import HOLD_S
-from outrider.verifier_service.handover.handovers import NoHandovers
+from outrider.verifier_service.handover.handovers import Handovers, NoHandovers
 from outrider.verifier_service.messages.handover import ArrivedKV
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -108,7 +108,7 @@ class VerifierEngine:
         self.weights_folder: str | None = None  # see `EngineLoad`
         self.weights_digest, self.weights_taken_s = "", 0.0
         self._num_updates = 0
-        self.handovers = NoHandovers()  # how requests come from and go to other verifiers with their KV
+        self.handovers: Handovers = NoHandovers()  # how requests come from and go to other verifiers with their KV
 
     def add(self, message: GenerationRequest, arrived: ArrivedKV | None = None) -> RequestOutput | None:
         """Queue a request, perhaps with KV of another verifier; return its error if it can never run."""

@@ -22,7 +22,7 @@ from outrider.verifier_service.engine.step_profile import StepProfile, measure_s
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.handover.giver import Giver
-from outrider.verifier_service.handover.handovers import Handovers
+from outrider.verifier_service.handover.handovers import KVHandovers
 from outrider.verifier_service.handover.kv_bytes import EngineKV, KVBytes, follower_calls
 from outrider.verifier_service.handover.taker import Taker
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -98,7 +98,7 @@ def build_engine(
     )
 
 
-def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -> Handovers:
+def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -> KVHandovers:
     """Let an engine's requests come from and go to other verifiers with their KV."""
     store = TensorStore(spec.tensor_host) if spec.tensor_transport else None
     giver = Giver(
@@ -115,7 +115,7 @@ def connect_handovers(engine: VerifierEngine, kv: KVBytes, spec: VerifierSpec) -
         store=store,
         transport=spec.tensor_transport,
     )
-    engine.handovers = handovers = Handovers(giver, taker)
+    engine.handovers = handovers = KVHandovers(giver, taker)
     return handovers
 
 

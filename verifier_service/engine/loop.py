@@ -298,9 +298,13 @@ def engine_load(
         knee=engine.pricing.knee,
         draft_length_mean=rates.draft_length_mean,
         verify_idle_share=rates.idle_share,
-        counters=replace(
-            counters_of(engine.stats, drafting, engine.pricing, drafts or RelayDraftClient(), scheduler),
-            **engine.handovers.counters(),
+        counters=counters_of(
+            engine.stats,
+            drafting,
+            engine.pricing,
+            drafts or RelayDraftClient(),
+            scheduler,
+            engine.handovers.counters(),
         ),
         requests=(
             *(RequestLoad.of(request, is_running=True) for request in running),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from outrider.verifier_service.handover.giver import Giver
 from outrider.verifier_service.handover.taker import Taken, Taker
+from outrider.verifier_service.messages.counts import HandoverCounts
 from outrider.verifier_service.messages.handover import EndTake, GivenFrame, PartsRead, PullKV, TakeKV, TakenFrame
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
 
@@ -18,56 +19,84 @@ class Pumped(NamedTuple):
     failed: list[RequestOutput]
 
 
-class NoHandovers:
-    """Handovers of an engine whose KV stays where it is: nothing is given, and what comes with KV is refused."""
+class Handovers(Protocol):
+    """How requests come from and go to other verifiers with their KV. Call everything between two steps."""
 
-    can_give = False
+    @property
+    def can_give(self) -> bool: ...
 
     @property
     def is_busy(self) -> bool:
         """Whether `pump` should be called again soon: a message will not wake the engine."""
-        return False
+        ...
 
     @property
     def num_coming(self) -> int:
         """How many requests' KV is on its way."""
-        return 0
+        ...
 
     def begin(self, message: GenerationRequest) -> RequestOutput | None:
         """Ask for a request's KV where it is; return the only output of one that cannot be taken."""
-        return RequestOutput.not_taken(message.request_id, "this engine takes no KV of others")
+        ...
 
     def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None:
         """Take a message of another verifier, or of one's own shell about it."""
 
     def pump(self) -> Pumped:
         """Send what was computed for takers, and return what has come."""
-        return Pumped([], [], [])
+        ...
 
     def drop(self, request_id: str) -> None:
         """Forget a request that was cancelled, if it is on its way or waits for blocks."""
 
     def write(self, request: Request, start: int) -> None:
         """Write the KV that a request has brought to its blocks, from a position on."""
-        raise AssertionError(f"KV of {request.request_id} came, and nobody took it")
 
     def release(self, request: Request) -> None:
         """Drop the KV that a request has brought, if it is still on the host."""
 
     def take_calls(self) -> tuple[PullKV, ...]:
         """Return and clear what the shell is to call, or to hang up."""
-        return ()
+        ...
 
-    def counters(self) -> dict[str, Any]:
-        """Return the counters of requests that came from or went to other verifiers."""
-        return {}
+    def counters(self) -> HandoverCounts: ...
 
     def close(self) -> None:
         """Close all channels."""
 
 
-class Handovers(NoHandovers):
-    """The giver and the taker of one engine. Call everything between two steps."""
+class NoHandovers:
+    """Handovers of an engine whose KV stays where it is: nothing is given, and what comes with KV is refused."""
+
+    can_give = is_busy = False
+    num_coming = 0
+
+    def begin(self, message: GenerationRequest) -> RequestOutput | None:
+        return RequestOutput.not_taken(message.request_id, "this engine takes no KV of others")
+
+    def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None: ...
+
+    def pump(self) -> Pumped:
+        return Pumped([], [], [])
+
+    def drop(self, request_id: str) -> None: ...
+
+    def write(self, request: Request, start: int) -> None:
+        raise AssertionError(f"KV of {request.request_id} came, and nobody took it")
+
+    def release(self, request: Request) -> None: ...
+
+    def take_calls(self) -> tuple[PullKV, ...]:
+        return ()
+
+    def counters(self) -> HandoverCounts:
+        return HandoverCounts()
+
+    def close(self) -> None: ...
+
+
+class KVHandovers:
+    """The giver and the taker of one engine."""
 
     can_give = True
 
@@ -112,14 +141,9 @@ class Handovers(NoHandovers):
     def pump(self) -> Pumped:
         return Pumped(self.giver.pump(), *self.taker.pump())
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> HandoverCounts:
         giver = self.giver
-        return {
-            "num_given": giver.num_given,
-            "num_given_bytes": giver.num_bytes,
-            "refused_takes": dict(giver.refusals),
-            "num_taken": self.taker.num_taken,
-        }
+        return HandoverCounts(giver.num_given, giver.num_bytes, dict(giver.refusals), self.taker.num_taken)
 
     def close(self) -> None:
         self.giver.close()

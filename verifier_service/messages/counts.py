@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.verifier_service.messages.metric import shown
 
@@ -66,6 +68,15 @@ class FetchCounts:
     num_fetched: int = shown(
         "expert_cache_fetches", "Experts copied to the device, those that a layer before foresaw included"
     )
+
+
+class HandoverCounts(NamedTuple):
+    """Requests that came from or went to other verifiers since start, under the names of `EngineCounters`."""
+
+    num_given: int = 0
+    num_given_bytes: int = 0
+    refused_takes: Mapping[str, int] = {}
+    num_taken: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

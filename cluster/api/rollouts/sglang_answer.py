@@ -6,7 +6,7 @@ A stream's events are cumulative: each has the whole text, tokens and log probab
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from outrider.cluster.api.openai.answer import Answer, event_of
 from outrider.cluster.api.rollouts.sglang_protocol import GenerateBody, NativePrompt
 from outrider.cluster.common.errors import OutriderError
-from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan, joined
+from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan
 from outrider.cluster.gateway.logprobs_format import finite
 from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics, TokenLogprobs
@@ -36,17 +36,22 @@ class NativeAnswer:
 
     async def unary(self) -> Any:
         """Generate to the end; return the object, or the list of a batch or of several choices."""
-        objects = [self._object(index, whole) for index, whole in (await self.answer.whole()).items()]
+        objects = []
+        for index, whole in (await self.answer.whole()).items():
+            output = self._output(index)
+            output.add(whole)
+            objects.append(output.to_json(whole))
         return objects if self._is_list else objects[0]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield one event per chunk; with several outputs, each has its `index`."""
-        so_far: dict[int, GatewayChunk] = {}
+        outputs: dict[int, _Output] = {}
         async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
-                so_far[index] = joined([so_far[index], chunk]) if index in so_far else chunk
+                output = outputs.get(index) or outputs.setdefault(index, self._output(index))
+                output.add(chunk)
                 place = {"index": index} if self._is_list else {}
-                yield event_of({**self._object(index, so_far[index]), **place})
+                yield event_of({**output.to_json(chunk), **place})
         yield b"data: [DONE]\n\n"
 
     def failure(self, error: OutriderError) -> bytes:
@@ -57,73 +62,116 @@ class NativeAnswer:
     def _is_list(self) -> bool:
         return self.body.is_batch or self.answer.requests[0].n > 1
 
-    def _object(self, index: int, chunk: GatewayChunk) -> dict[str, Any]:
-        num_choices = self.answer.requests[0].n
-        request, prompt = self.answer.requests[index // num_choices], self.prompts[index // num_choices]
-        prompt_ids = {"prompt_token_ids": list(request.prompt_token_ids)} if self.body.return_prompt_token_ids else {}
+    def _output(self, index: int) -> _Output:
+        place = index // self.answer.requests[0].n
+        return _Output(
+            request=self.answer.requests[place],
+            prompt=self.prompts[place],
+            weight_version=self.weight_version,
+            began_s=self.began_s,
+            returns_prompt=bool(self.body.return_prompt_token_ids),
+            token_text=self.answer.gateway.text.token_text if self.body.return_text_in_logprobs else None,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """One output so far, which each event shows whole: a chunk is added, and not read again."""
+
+    request: ValidRequest
+    prompt: NativePrompt
+    weight_version: str  # if it has no tokens
+    began_s: float
+    returns_prompt: bool
+    token_text: Callable[[int], str] | None  # None: log probabilities go without texts
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    top_logprobs: list[list[list[Any]] | None] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+
+    def add(self, chunk: GatewayChunk) -> None:
+        """Add the tokens since the last chunk."""
+        for span in chunk.weight_spans:
+            self._add_span(span.version, len(self.token_ids) + span.end)
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        if self.prompt.has_logprobs:
+            self.logprobs += [self._entry(token.id, token.logprobs) for token in chunk.tokens]
+            self.top_logprobs += [self._tops(token.logprobs) for token in chunk.tokens]
+            self.prompt_logprobs = self.prompt_logprobs or chunk.prompt_logprobs or ()
+
+    def _add_span(self, version: str, end: int) -> None:
+        spans = self.weight_spans
+        start = spans[-1].end if spans else 0
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(WeightSpan(version=version, start=start, end=end))
+
+    def to_json(self, chunk: GatewayChunk) -> dict[str, Any]:
+        """Return SGLang's object. `chunk`: the last that was added."""
+        prompt_ids = list(self.request.prompt_token_ids)
         return {
-            "text": chunk.text,
-            "output_ids": list(chunk.token_ids),
-            **prompt_ids,
-            "meta_info": self._meta(request, prompt, chunk),
+            "text": self.text,
+            "output_ids": self.token_ids,
+            **({"prompt_token_ids": prompt_ids} if self.body.return_prompt_token_ids else {}),
+            "meta_info": self._meta(chunk),
         }
 
-    def _meta(self, request: ValidRequest, prompt: NativePrompt, chunk: GatewayChunk) -> dict[str, Any]:
-        spans = chunk.weight_spans or [WeightSpan(version=self.weight_version, start=0, end=0)]
+    def _meta(self, chunk: GatewayChunk) -> dict[str, Any]:
+        spans = self.weight_spans or [WeightSpan(version=self.weight_version, start=0, end=0)]
         return {
             "id": chunk.request_id,
-            "finish_reason": _finish_reason(chunk, prompt.max_new_tokens),
-            "prompt_tokens": len(request.prompt_token_ids),
-            "completion_tokens": len(chunk.token_ids),
+            "finish_reason": _finish_reason(chunk, self.token_ids, self.prompt.max_new_tokens),
+            "prompt_tokens": len(self.request.prompt_token_ids),
+            "completion_tokens": len(self.token_ids),
             "cached_tokens": 0 if chunk.usage is None else chunk.usage.num_cached_tokens,
             "weight_version": spans[-1].version,
             "weight_versions": [asdict(span) for span in spans],
             "num_retractions": 0,
             "e2e_latency": time.monotonic() - self.began_s,
-            **(self._logprobs(request, prompt, chunk) if prompt.has_logprobs else {}),
-            **_speculation(chunk.speculation, len(chunk.token_ids)),
+            **(self._logprobs() if self.prompt.has_logprobs else {}),
+            **_speculation(chunk.speculation, len(self.token_ids)),
         }
 
-    def _logprobs(self, request: ValidRequest, prompt: NativePrompt, chunk: GatewayChunk) -> dict[str, Any]:
+    def _logprobs(self) -> dict[str, Any]:
         """Return the tokens' log probabilities as SGLang's tuples [log probability, id, text]."""
-        start, entries = prompt.logprob_start, chunk.prompt_logprobs or ()
-        shown = () if start < 0 else list(zip(request.prompt_token_ids, entries, strict=False))[start:]
-        tokens = chunk.tokens
+        start = self.prompt.logprob_start
+        pairs = list(zip(self.request.prompt_token_ids, self.prompt_logprobs, strict=False))
+        # the first has none: it depends on tokens that were not asked for
+        shown = [
+            (id_, entry if place else None) for place, (id_, entry) in enumerate(pairs[start:] if start >= 0 else ())
+        ]
         fields: dict[str, Any] = {
-            # the first has none: it depends on tokens that were not asked for
-            "input_token_logprobs": [
-                [None if place == 0 or entry is None else finite(entry.logprob), id_, self._text(id_)]
-                for place, (id_, entry) in enumerate(shown)
-            ],
-            "output_token_logprobs": [
-                [None if token.logprobs is None else finite(token.logprobs.logprob), token.id, self._text(token.id)]
-                for token in tokens
-            ],
-            "output_token_logprobs_length": len(chunk.token_ids),
+            "input_token_logprobs": [self._entry(id_, entry) for id_, entry in shown],
+            "output_token_logprobs": self.logprobs,
+            "output_token_logprobs_length": len(self.token_ids),
         }
-        if prompt.num_top:
-            fields["input_top_logprobs"] = [
-                None if place == 0 else self._tops(entry, prompt.num_top) for place, (_, entry) in enumerate(shown)
-            ]
-            fields["output_top_logprobs"] = [self._tops(token.logprobs, prompt.num_top) for token in tokens]
+        if self.prompt.num_top:
+            fields["input_top_logprobs"] = [self._tops(entry) for _, entry in shown]
+            fields["output_top_logprobs"] = self.top_logprobs
         return fields
 
-    def _tops(self, entry: TokenLogprobs | None, num_top: int) -> list[list[Any]] | None:
+    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> list[Any]:
+        return [None if entry is None else finite(entry.logprob), token_id, self._text(token_id)]
+
+    def _tops(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:
         if entry is None:
             return None
-        tops = zip(entry.top_logprobs[:num_top], entry.top_token_ids[:num_top], strict=True)
-        return [[finite(logprob), id_, self._text(id_)] for logprob, id_ in tops]
+        tops = zip(entry.top_logprobs, entry.top_token_ids, strict=True)
+        return [[finite(logprob), id_, self._text(id_)] for logprob, id_ in list(tops)[: self.prompt.num_top]]
 
     def _text(self, token_id: int) -> str | None:
-        return self.answer.gateway.text.token_text(token_id) if self.body.return_text_in_logprobs else None
+        return None if self.token_text is None else self.token_text(token_id)
 
 
-def _finish_reason(chunk: GatewayChunk, max_new_tokens: int) -> dict[str, Any] | None:
+def _finish_reason(chunk: GatewayChunk, token_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any] | None:
     match chunk.finish_reason:
         case None:
             return None
         case FinishReason.STOP:
-            last = chunk.token_ids[-1] if chunk.token_ids else None
+            last = token_ids[-1] if token_ids else None
             return {"type": "stop", "matched": last if chunk.stop_string is None else chunk.stop_string}
         case FinishReason.LENGTH:
             return {"type": "length", "length": max_new_tokens}

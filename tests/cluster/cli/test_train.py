@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from outrider.cluster.cli.train import OWN_OPTIONS, train_drafter
+from outrider.cluster.cli.train import train_drafter
+from outrider.drafter_service.service.methods import TRAINED
 from tiny.training import write_target, write_text
 
 SMALL = ("--rows", "4", "--window", "16", "--device", "cpu")
@@ -21,9 +22,10 @@ def test_help_loads_neither_torch_nor_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     help_text = CliRunner().invoke(train_drafter, ["--help"]).output
-    methods = "draft-model|medusa|mlp-speculator|eagle|eagle3|mtp|parallel-draft|dflash|tidar"
+    methods = "draft-model|tidar|medusa|mlp-speculator|eagle|eagle3|mtp|parallel-draft|dflash"
     assert methods in "".join(help_text.lower().split())
-    assert all(f"--{name.replace('_', '-')}" in help_text for name in OWN_OPTIONS)
+    own = {name for record in TRAINED.values() for name in record.trained_with}
+    assert all(f"--{name.replace('_', '-')}" in help_text for name in own)
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +95,19 @@ def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
         (
             "medusa",
             ("--hidden-size", "64"),
-            "--hidden-size is an option of draft-model, parallel-draft and mlp-speculator alone",
+            "--hidden-size is an option of draft-model, mlp-speculator and parallel-draft alone",
         ),
         (
             "eagle3",
             ("--num-layers", "2"),
-            "--num-layers is an option of draft-model, parallel-draft, medusa and dflash alone",
+            "--num-layers is an option of draft-model, medusa, parallel-draft and dflash alone",
         ),
         ("draft-model", ("--draft-vocab-size", "9"), "--draft-vocab-size is an option of medusa and eagle3 alone"),
         ("draft-model", ("--taps", "1,2,3"), "--taps is an option of eagle3 and dflash alone"),
         (
             "medusa",
             ("--init-from", "."),
-            "--init-from is an option of draft-model, parallel-draft, eagle3 and tidar alone",
+            "--init-from is an option of draft-model, tidar, eagle3 and parallel-draft alone",
         ),
         ("eagle", ("--taps", "1"), "--taps is an option of eagle3 and dflash alone"),
         ("dflash", ("--taps", "9"), "taps: 9 is no layer of a target with 4 layers"),

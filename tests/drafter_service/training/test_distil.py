@@ -16,12 +16,12 @@ from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
+from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.target.tidar_drafter import parse_blocks
 from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import (
     CHECKPOINT_NAME,
     EVAL_NEW_TOKENS,
-    METHODS,
     distil,
     pick_device,
     recipe_for,
@@ -129,7 +129,7 @@ LOADERS = {
 
 
 def test_every_method_is_loaded_below():
-    assert tuple(LOADERS) == METHODS
+    assert LOADERS.keys() == TRAINED.keys()
 
 
 @pytest.mark.parametrize(("method", "load"), LOADERS.items())
@@ -227,7 +227,7 @@ def test_a_head_can_be_gone_on_with(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "eagle9"}, "method must be one of draft-model, medusa, mlp-speculator, eagle, eagle3"),
+        ({"method": "eagle9"}, "method must be one of draft-model, tidar, medusa, mlp-speculator, eagle, eagle3"),
         ({"window": 4}, "window: 4 tokens leave no root for drafts of 3"),
         ({"rows": 0}, "rows, num_positions and eval_windows must be positive, eval_prompts 0 or more"),
         ({"eval_prompts": -1}, "eval_prompts 0 or more"),

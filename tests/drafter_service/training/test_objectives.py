@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.cluster.cli.train import OBJECTIVES
-from outrider.drafter_service.training.distil import METHODS
+from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.laws import DenseLaw, SparseLaw
 from outrider.drafter_service.training.objectives import Objective, draft_loss
 from outrider.drafter_service.training.pupil import num_roots
@@ -131,7 +131,7 @@ def test_a_root_that_goes_deeper_has_its_own_survival():
 
 
 @pytest.mark.parametrize("objective", Objective)
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "draft-model"])
+@pytest.mark.parametrize("method", [method for method in TRAINED if method != "draft-model"])
 def test_every_pupil_of_several_positions_lowers_what_it_is_told_to(method, objective):
     pupil = make_tiny_pupil(method)
     lesson = pupil.teacher.lesson(make_corpus().training.batch(0, rows=2, window=12, seed=0).token_ids)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.drafter_service.training.distil import METHODS
+from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.recipe import Phase, Progress, Recipe
 from outrider.drafter_service.training.trainer import Budget, PupilOptimizers, Trainer
 from tiny.training import make_corpus, make_tiny_pupil
@@ -30,7 +30,7 @@ def trained(trainer):
     return {name: p.detach().clone() for name, p in trainer.pupil.module.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINED)
 def test_the_loss_falls_on_text_that_is_not_learnt_from(method, tmp_path):
     trainer = trainer_of(method, tmp_path, num_steps=20)
     lesson = trainer.pupil.teacher.lesson(make_corpus().held_out.windows(16, limit=50).token_ids)
@@ -40,7 +40,7 @@ def test_the_loss_falls_on_text_that_is_not_learnt_from(method, tmp_path):
     assert after < 0.97 * before
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINED)
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method, tmp_path):
     whole = trainer_of(method, tmp_path / "whole", num_steps=6)
     losses = [report.loss for report in whole.train(resume=False)]
