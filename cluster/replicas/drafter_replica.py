@@ -13,7 +13,7 @@ from outrider.cluster.common.reports import ask
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
-from outrider.cluster.replicas.learner_visits import ANSWER_TIMEOUT_S, LearnerVisits
+from outrider.cluster.replicas.learner_heartbeats import ANSWER_TIMEOUT_S, LearnerHeartbeats
 from outrider.cluster.replicas.node_address import internal_address, with_closed_links
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
@@ -87,13 +87,13 @@ class ShellPort:
             raise EngineDeadError(str(error)) from error
 
 
-def learner_visits(drafter_id: str, spec: DrafterSpec, learner: Any, port: ShellPort) -> LearnerVisits:
-    """Return a drafter's visits to the learner behind a handle."""
+def learner_heartbeats(drafter_id: str, spec: DrafterSpec, learner: Any, port: ShellPort) -> LearnerHeartbeats:
+    """Return a drafter's heartbeats to the learner behind a handle."""
     looks_up = spec.speculative.has(Kind.LOOKUP)
-    return LearnerVisits(
+    return LearnerHeartbeats(
         drafter_id,
         own_folder="" if spec.model is None else str(resolve_folder(spec.model)),
-        visit=functools.partial(ask, learner.visit, timeout_s=ANSWER_TIMEOUT_S),
+        heartbeat=functools.partial(ask, learner.heartbeat, timeout_s=ANSWER_TIMEOUT_S),
         texts=functools.partial(ask, learner.texts, timeout_s=ANSWER_TIMEOUT_S) if looks_up else None,
         control=port.control,
         clock=time.monotonic,
@@ -118,7 +118,7 @@ class DrafterReplica(ReplicaBase):
         spec, placement = config.drafter_spec_of(options), config.drafter_placement(options)
         self._num_ranks = placement.num_ranks
         self._pool = pool
-        self._visits = None if learner is None else learner_visits(self._id, spec, learner, self._port)
+        self._heartbeats = None if learner is None else learner_heartbeats(self._id, spec, learner, self._port)
         transports = config.tensor_transports
         spec = dataclasses.replace(spec, tensor_host=internal_address(config.links) if transports else "")
         ranks = RankActors(spec, placement.num_ranks, num_gpus=placement.gpus_per_rank)
@@ -139,15 +139,15 @@ class DrafterReplica(ReplicaBase):
             lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
             config.links,
         )
-        if self._visits is not None:
-            await self._visits.visit_once()  # so that the first draft is already one of the version that serves
-            self._host.tasks.start(self._visits.run(), "visit the learner")
+        if self._heartbeats is not None:
+            await self._heartbeats.heartbeat_once()  # so that the first draft is already one of the version that serves
+            self._host.tasks.start(self._heartbeats.run(), "heartbeat the learner")
         self._host.tasks.start(self._report_forever(), "report to the router")
 
     def _on_update(self, update: DrafterUpdate) -> None:
         self._port.on_update(update)
-        if self._visits is not None:
-            self._visits.take(update)
+        if self._heartbeats is not None:
+            self._heartbeats.take(update)
 
     def _on_failure(self, reason: str) -> None:
         self._port.fail(reason)

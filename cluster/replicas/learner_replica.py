@@ -18,15 +18,15 @@ from outrider.drafter_service.learning.messages import (
     Action,
     Answer,
     Ask,
+    DesiredState,
+    Heartbeat,
     LearnerReady,
     LearnerSettings,
     LearnerSettingsChange,
     LearnerStatus,
     LearnerUpdate,
-    Orders,
     Reward,
     Texts,
-    Visit,
 )
 from outrider.drafter_service.service.methods import Kind
 from outrider.verifier_service.links.control_table import ControlTable
@@ -36,7 +36,7 @@ ANSWER_TIMEOUT_S = 60.0  # of an operator's call, which may copy weights
 START_TIMEOUT_S = 900.0  # it loads target and drafter where nothing else runs
 TEXTS_TIMEOUT_S = 4.0  # a new drafter waits for them
 
-ToLearner = Visit | Reward | Ask | LearnerSettingsChange
+ToLearner = Heartbeat | Reward | Ask | LearnerSettingsChange
 
 
 class LearnerDesk:
@@ -67,20 +67,20 @@ class LearnerDesk:
             if future is not None and not future.done():
                 future.set_result(texts)
 
-    def visit(self, visit: Visit, *, with_texts: bool = False) -> Orders | None:
-        """Pass a drafter's visit on; return the last orders. None: the process has not started.
+    def heartbeat(self, heartbeat: Heartbeat, *, with_texts: bool = False) -> DesiredState | None:
+        """Pass a drafter's heartbeat on; return the last desired state. None: the process has not started.
 
         `with_texts`: the drafter will ask for `texts`. Raises `ConnectionError` if the process is gone.
         """
         if self._last is None:
             return None
         if with_texts:
-            self._texts[visit.drafter_id] = asyncio.get_running_loop().create_future()
-        self._send(visit)
-        return self._last.orders
+            self._texts[heartbeat.drafter_id] = asyncio.get_running_loop().create_future()
+        self._send(heartbeat)
+        return self._last.desired
 
     async def texts(self, drafter_id: str, timeout_s: float = TEXTS_TIMEOUT_S) -> Texts | None:
-        """Return the texts for a drafter that has just visited; None: there are none in time."""
+        """Return the texts for a drafter that has just started; None: there are none in time."""
         future = self._texts.get(drafter_id)
         if future is None:
             return None
@@ -171,9 +171,9 @@ class LearnerReplica(ReplicaBase):
         """
         self._desk.change(self._options.changed_settings(user_config))
 
-    async def visit(self, visit: Visit) -> Orders | None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> DesiredState | None:
         """Take what a drafter brings; return what it shall do. None: the process has not started."""
-        return self._desk.visit(visit, with_texts=visit.is_new and self._looks_up)
+        return self._desk.heartbeat(heartbeat, with_texts=heartbeat.is_new and self._looks_up)
 
     async def texts(self, drafter_id: str) -> Texts | None:
         return await self._desk.texts(drafter_id)

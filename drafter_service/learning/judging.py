@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.drafter_service.learning.reservoir import Kept
 from outrider.drafter_service.learning.served_lessons import Reading, ServedLesson, draw_lesson
 from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW, draft_loss
-from outrider.drafter_service.training.pupil import Student
+from outrider.drafter_service.training.student import Student
 
 NUM_LESSONS = 8  # of held-out windows
 SEED = 20_260_101  # windows are the same for both that are compared

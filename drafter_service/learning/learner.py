@@ -5,8 +5,8 @@
 
 Training for the next candidate goes on during a trial and a watch.
 
-Sans I/O but for the versions' folder: messages come in by `visit`, `handle`, `reward` and `change_settings`; `step`
-does the next bounded piece of work; `orders` and `status` are what to tell. One thread at a time calls it; another may
+Sans I/O but for the versions' folder: messages come in by `heartbeat`, `handle`, `reward` and `change_settings`; `step`
+does the next bounded piece of work; `desired` and `status` are what to tell. One thread at a time calls it; another may
 read `status` meanwhile.
 """
 
@@ -22,20 +22,20 @@ from outrider.drafter_service.learning.messages import (
     Action,
     Answer,
     Ask,
+    DesiredState,
     DrafterVersion,
+    Heartbeat,
     LearnerSettings,
     LearnerStatus,
-    Orders,
     Phase,
     Reward,
     Texts,
-    Visit,
 )
+from outrider.drafter_service.learning.online_training import OnlineTraining
 from outrider.drafter_service.learning.reservoir import Reservoir
-from outrider.drafter_service.learning.shelf import Shelf
-from outrider.drafter_service.learning.study import Study
 from outrider.drafter_service.learning.totals import Totals
 from outrider.drafter_service.learning.verdict import MAX_TRIAL_ROUNDS, MAX_WATCH_ROUNDS, Score, Trial, Verdict
+from outrider.drafter_service.learning.version_registry import VersionRegistry
 from outrider.verifier_service.folders import require_below
 
 MAX_REFUSALS = 3  # in a row; then training begins anew from what serves
@@ -53,9 +53,9 @@ class Learner:
         self,
         *,
         pool: str,
-        shelf: Shelf,
+        registry: VersionRegistry,
         reservoir: Reservoir,
-        study: Study | None,
+        training: OnlineTraining | None,
         settings: LearnerSettings,
         brings_texts: bool,
         clock: Callable[[], float],
@@ -63,43 +63,43 @@ class Learner:
         export_root: Path,
         weights_root: str | None = None,
     ) -> None:
-        """Without `study` there are no weights to train. `brings_texts`: new drafters are brought the kept texts.
+        """Without `training` there are no weights to train. `brings_texts`: new drafters are brought the kept texts.
 
         Exports lie below `export_root`, what is published by hand below `weights_root`; None: anywhere.
         """
         self._export_root, self._weights_root = export_root, weights_root
-        self._pool, self._shelf, self._reservoir, self._study = pool, shelf, reservoir, study
+        self._pool, self._registry, self._reservoir, self._training = pool, registry, reservoir, training
         self._settings, self._brings_texts = settings, brings_texts
         self._clock, self._cpu_clock = clock, cpu_clock
-        self._log = LearnerLog(shelf)
+        self._log = LearnerLog(registry)
         self._totals: Totals[VersionCounts] = Totals()  # by version
         self._texts: list[Texts] = []
         self._is_paused = False
-        self._has_begun = False  # the pupil is warm
+        self._has_begun = False  # the student is warm
         self._num_steps_left: int | None = None  # to the next candidate; None: collecting
         self._candidate: DrafterVersion | None = None
         self._trial: Trial | None = None  # of the candidate, or of the version that is watched
         self._num_refusals = 0  # in a row
         self._num_seen_before = 0  # samples that had come when training for the last candidate began
         self._not_before_s = 0.0
-        if shelf.is_watched:
+        if registry.is_watched:
             self._begin_watch()
 
     # --- what comes in ---
 
-    def visit(self, visit: Visit) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Take what a drafter brings."""
-        for sample in visit.samples:
+        for sample in heartbeat.samples:
             self._reservoir.add(sample)
-        self._log.num_dropped += visit.num_dropped
-        for counts in visit.versions:
-            self._totals.take(visit.drafter_id, counts.version, counts)
-        if visit.is_new and self._brings_texts:
+        self._log.num_dropped += heartbeat.num_dropped
+        for counts in heartbeat.versions:
+            self._totals.take(heartbeat.drafter_id, counts.version, counts)
+        if heartbeat.is_new and self._brings_texts:
             texts = self._reservoir.texts(MAX_TEXT_TOKENS)
-            self._texts.append(Texts(drafter_id=visit.drafter_id, samples=texts))
-        self._take_errors(visit)
-        if visit.trial is not None and self._trial is not None:
-            self._trial.take(visit.drafter_id, visit.trial)
+            self._texts.append(Texts(drafter_id=heartbeat.drafter_id, samples=texts))
+        self._take_errors(heartbeat)
+        if heartbeat.trial is not None and self._trial is not None:
+            self._trial.take(heartbeat.drafter_id, heartbeat.trial)
             self._look(self._trial)
 
     def reward(self, message: Reward) -> None:
@@ -119,11 +119,11 @@ class Learner:
     # --- what goes out ---
 
     @property
-    def orders(self) -> Orders:
+    def desired(self) -> DesiredState:
         """What drafters shall do from now on."""
         shadow = self._shadow
-        return Orders(
-            serving=self._shelf.serving,
+        return DesiredState(
+            serving=self._registry.serving,
             shadow=shadow,
             shadow_share=self._settings.shadow_share if shadow is not None else 0.0,
             sample_share=self._settings.sample_share,
@@ -135,11 +135,11 @@ class Learner:
         return LearnerStatus(
             pool=self._pool,
             phase=self.phase,
-            serving=self._shelf.serving.name,
+            serving=self._registry.serving.name,
             num_samples=len(self._reservoir),
             num_bytes=self._reservoir.num_bytes,
             num_seen=self._reservoir.num_seen,
-            versions=records(self._shelf, self._totals),
+            versions=records(self._registry, self._totals),
             **self._log.fields,
         )
 
@@ -148,7 +148,7 @@ class Learner:
         if self._is_paused:
             return Phase.PAUSED
         if self._trial is not None:
-            return Phase.WATCH if self._shelf.is_watched else Phase.TRIAL
+            return Phase.WATCH if self._registry.is_watched else Phase.TRIAL
         return Phase.COLLECTING if self._num_steps_left is None else Phase.TRAINING
 
     def take_texts(self) -> tuple[Texts, ...]:
@@ -159,13 +159,13 @@ class Learner:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if books differ."""
         self._reservoir.check_integrity()
-        assert self._candidate is None or not self._shelf.is_watched, "a candidate while a version is watched"
+        assert self._candidate is None or not self._registry.is_watched, "a candidate while a version is watched"
 
     # --- the work ---
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        if self._study is None or self._is_paused or self._clock() < self._not_before_s:
+        if self._training is None or self._is_paused or self._clock() < self._not_before_s:
             return False
         if self._trial is not None and self._num_steps_left == 0:
             return False  # the next candidate waits until this one is served or refused
@@ -179,10 +179,10 @@ class Learner:
         """Do the next piece of work: begin, train one step, write the candidate, or judge it."""
         if not self.has_work():
             return
-        assert self._study is not None
+        assert self._training is not None
         before_s = self._cpu_clock()
         try:
-            self._advance(self._study)
+            self._advance(self._training)
         except ArithmeticError as error:
             self._begin_anew(f"training began anew: {error}")
         except (ValueError, OSError) as error:
@@ -192,27 +192,27 @@ class Learner:
             self._not_before_s = self._clock() + ERROR_RETRY_S
         self._log.add_train_s(self._cpu_clock() - before_s)
 
-    def _advance(self, study: Study) -> None:
+    def _advance(self, training: OnlineTraining) -> None:
         if not self._has_begun:
-            serving = self._shelf.serving.folder
-            study.begin(Path(serving) if serving else None)
+            serving = self._registry.serving.folder
+            training.begin(Path(serving) if serving else None)
             self._has_begun = True
         if self._num_steps_left is None:
             kept = self._reservoir.training(self._settings.min_samples)
-            self._num_steps_left = min(self._settings.num_steps, -(-MAX_PASSES * len(kept) // study.rows))
+            self._num_steps_left = min(self._settings.num_steps, -(-MAX_PASSES * len(kept) // training.rows))
             self._num_seen_before = self._reservoir.num_seen
         elif self._num_steps_left > 0:
-            self._train(study)
+            self._train(training)
         elif self._candidate is None:
-            self._candidate = self._shelf.add(study.save)
+            self._candidate = self._registry.add(training.save)
             self._log.count("num_candidates")
         else:
-            self._judge(study, self._candidate)
+            self._judge(training, self._candidate)
 
-    def _train(self, study: Study) -> None:
+    def _train(self, training: OnlineTraining) -> None:
         kept = self._reservoir.training(self._settings.min_samples)
         weighted = self._settings.reward_weighted
-        loss = study.step(kept, rate_scale=self._settings.rate_scale, is_weighted=weighted)
+        loss = training.step(kept, rate_scale=self._settings.rate_scale, is_weighted=weighted)
         if loss is None:
             self._not_before_s = self._clock() + RETRY_S
             self._log.last_event = "no sample has what this drafter learns from"
@@ -221,10 +221,10 @@ class Learner:
         assert self._num_steps_left is not None
         self._num_steps_left -= 1
 
-    def _judge(self, study: Study, candidate: DrafterVersion) -> None:
-        serving = self._shelf.serving
+    def _judge(self, training: OnlineTraining, candidate: DrafterVersion) -> None:
+        serving = self._registry.serving
         folder = Path(serving.folder) if serving.folder else None
-        ours, theirs = study.judge(Path(candidate.folder), folder, self._reservoir.held_out())
+        ours, theirs = training.judge(Path(candidate.folder), folder, self._reservoir.held_out())
         if ours.num_roots and ours.is_worse_than(theirs):
             self._refuse(
                 candidate,
@@ -243,13 +243,13 @@ class Learner:
     @property
     def _shadow(self) -> DrafterVersion | None:
         trial = self._trial
-        if trial is None or (self._is_paused and not self._shelf.is_watched):
+        if trial is None or (self._is_paused and not self._registry.is_watched):
             return None
-        return self._shelf.version(trial.shadow)
+        return self._registry.version(trial.shadow)
 
     def _look(self, trial: Trial) -> None:
         outcome, score = trial.look()
-        if self._shelf.is_watched:
+        if self._registry.is_watched:
             self._end_watch(outcome, score)
         elif not self._is_paused:
             self._end_trial(outcome, score)
@@ -269,38 +269,38 @@ class Learner:
             case Verdict.LOSES:
                 self._roll_back(f"rolled back: {score}")
             case Verdict.WINS | Verdict.DRAW:
-                self._settle(f"{self._shelf.serving.name} stays: {score}")
+                self._settle(f"{self._registry.serving.name} stays: {score}")
 
     def _publish(self, candidate: DrafterVersion, event: str) -> None:
-        self._shelf.publish(candidate.name)
+        self._registry.publish(candidate.name)
         self._candidate, self._num_refusals = None, 0
-        self._totals.keep(self._shelf.fates)
+        self._totals.keep(self._registry.fates)
         self._log.count("num_published")
         self._log.last_event = event
         self._begin_watch()
 
     def _begin_watch(self) -> None:
-        serving, predecessor = self._shelf.serving, self._shelf.predecessor
+        serving, predecessor = self._registry.serving, self._registry.predecessor
         assert predecessor is not None
         self._trial = Trial(
             serving=serving.name, shadow=predecessor.name, candidate=serving.name, max_rounds=MAX_WATCH_ROUNDS
         )
 
     def _settle(self, event: str) -> None:
-        self._shelf.settle()
+        self._registry.settle()
         self._trial, self._log.last_event = None, event
 
     def _roll_back(self, fate: str) -> None:
         """Serve the version before, and train from it. Raises `ValueError` if there is none."""
-        name = self._shelf.serving.name
-        self._shelf.roll_back(fate)
+        name = self._registry.serving.name
+        self._registry.roll_back(fate)
         self._give_up("its predecessor was rolled back")
         self._trial = None
         self._log.count("num_rolled_back")
         self._begin_anew(f"{name} {fate}")
 
     def _refuse(self, candidate: DrafterVersion, reason: str) -> None:
-        self._shelf.refuse(candidate.name, f"refused: {reason}")
+        self._registry.refuse(candidate.name, f"refused: {reason}")
         if self._trial is None:  # it was just written
             self._num_steps_left = None
         self._candidate = self._trial = None
@@ -313,7 +313,7 @@ class Learner:
     def _give_up(self, reason: str) -> None:
         """Drop the candidate, if there is one."""
         if self._candidate is not None:
-            self._shelf.refuse(self._candidate.name, f"given up: {reason}")
+            self._registry.refuse(self._candidate.name, f"given up: {reason}")
             self._candidate = self._trial = None
 
     def _begin_anew(self, event: str) -> None:
@@ -323,19 +323,19 @@ class Learner:
         self._has_begun, self._num_steps_left, self._num_refusals = False, None, 0
         self._log.last_event = event
 
-    def _take_errors(self, visit: Visit) -> None:
+    def _take_errors(self, heartbeat: Heartbeat) -> None:
         """Give up the version that a drafter could not take; an error about another version is old news."""
-        serving, shadow = self._shelf.serving.name, self._shadow
-        if visit.serving_error and (visit.wanted or serving) == serving and visit.serving != serving:
-            if self._shelf.predecessor is None:
-                self._log.last_event = f"{visit.drafter_id} could not take {serving}: {visit.serving_error}"
+        serving, shadow = self._registry.serving.name, self._shadow
+        if heartbeat.serving_error and (heartbeat.wanted or serving) == serving and heartbeat.serving != serving:
+            if self._registry.predecessor is None:
+                self._log.last_event = f"{heartbeat.drafter_id} could not take {serving}: {heartbeat.serving_error}"
             else:
-                self._roll_back(f"rolled back: {visit.drafter_id} could not take it: {visit.serving_error}")
-        elif visit.shadow_error and shadow is not None and (visit.shadow or shadow.name) == shadow.name:
+                self._roll_back(f"rolled back: {heartbeat.drafter_id} could not take it: {heartbeat.serving_error}")
+        elif heartbeat.shadow_error and shadow is not None and (heartbeat.shadow or shadow.name) == shadow.name:
             if self._candidate is not None:
-                self._refuse(self._candidate, f"{visit.drafter_id} could not load it: {visit.shadow_error}")
+                self._refuse(self._candidate, f"{heartbeat.drafter_id} could not load it: {heartbeat.shadow_error}")
             else:
-                reason = f"{visit.drafter_id} could not load {shadow.name}: {visit.shadow_error}"
+                reason = f"{heartbeat.drafter_id} could not load {shadow.name}: {heartbeat.shadow_error}"
                 self._settle(f"{serving} is watched no longer: {reason}")
 
     # --- operators ---
@@ -349,9 +349,9 @@ class Learner:
                 self._is_paused = False
                 return f"goes on: {self.phase}"
             case Action.ROLLBACK:
-                name = self._shelf.serving.name
+                name = self._registry.serving.name
                 self._roll_back("rolled back: by hand")
-                return f"{self._shelf.serving.name} serves instead of {name}"
+                return f"{self._registry.serving.name} serves instead of {name}"
             case Action.PUBLISH:
                 return self._publish_by_hand(Path(ask.folder))
             case Action.EXPORT:
@@ -359,19 +359,19 @@ class Learner:
 
     def _publish_by_hand(self, folder: Path) -> str:
         """Serve a folder without trial; it is watched like any other."""
-        if self._study is None:
+        if self._training is None:
             raise ValueError("this pool's drafters look tokens up: they have no weights")
-        study = self._study
+        training = self._training
         if self._weights_root is not None:
             require_below(str(folder), self._weights_root, "folder")
-        version = self._shelf.add(lambda fresh: study.take(folder, fresh))
+        version = self._registry.add(lambda fresh: training.take(folder, fresh))
         self._give_up("another version was published by hand")
         self._has_begun, self._num_steps_left = False, None  # the next candidate is trained from what serves then
         self._publish(version, f"{version.name} serves: published by hand")
         return f"{version.name} serves, and is watched"
 
     def _export(self, folder: Path) -> str:
-        if self._study is None:
+        if self._training is None:
             raise ValueError("this pool's drafters look tokens up: they have no weights")
         root = self._export_root.resolve()
         to = (root / folder).resolve()
@@ -379,9 +379,9 @@ class Learner:
             raise ValueError(f"folder: {folder} does not lie below {root}, the learner's export_root")
         if to.exists():
             raise ValueError(f"{to} exists")
-        serving = self._shelf.serving
+        serving = self._registry.serving
         partial = to.with_name(f".{to.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was broken off
-        shutil.copytree(serving.folder or self._study.first_folder(), partial)
+        shutil.copytree(serving.folder or self._training.first_folder(), partial)
         partial.rename(to)
         return f"{serving.name} was copied to {to}"

@@ -7,18 +7,18 @@ from typing import Any
 
 from outrider.drafter_service.engine.learning_messages import VersionCounts
 from outrider.drafter_service.learning.messages import VersionRecord
-from outrider.drafter_service.learning.shelf import Shelf
 from outrider.drafter_service.learning.totals import Totals
+from outrider.drafter_service.learning.version_registry import VersionRegistry
 
 NUM_LOSSES = 16  # steps over which the shown loss is the mean
 COUNTERS = ("num_candidates", "num_published", "num_refused", "num_rolled_back")
 
 
 class LearnerLog:
-    """Counts of what a learner did, kept on its shelf, and its last event in words."""
+    """Counts of what a learner did, kept on its registry, and its last event in words."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf, self._counters = shelf, shelf.counters
+    def __init__(self, registry: VersionRegistry) -> None:
+        self._registry, self._counters = registry, registry.counters
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         self.num_dropped = 0
         self.last_event = ""
@@ -27,7 +27,7 @@ class LearnerLog:
         """Count one more of `COUNTERS`, also on disk."""
         assert counter in COUNTERS, counter
         self._add(counter, 1)
-        self._shelf.save_counters()
+        self._registry.save_counters()
 
     def took_step(self, loss: float) -> None:
         self._add("num_steps", 1)
@@ -53,11 +53,11 @@ class LearnerLog:
         self._counters[counter] = self._counters.get(counter, 0) + amount
 
 
-def records(shelf: Shelf, totals: Totals[VersionCounts]) -> tuple[VersionRecord, ...]:
+def records(registry: VersionRegistry, totals: Totals[VersionCounts]) -> tuple[VersionRecord, ...]:
     """Return what became of each version, the newest last."""
-    serving = shelf.serving.name
+    serving = registry.serving.name
     found: list[VersionRecord] = []
-    for name, fate in shelf.fates.items():
+    for name, fate in registry.fates.items():
         counts = totals.of(name, VersionCounts(version=name))
         found.append(
             VersionRecord(

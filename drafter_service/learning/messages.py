@@ -23,14 +23,14 @@ FIRST_VERSION = DrafterVersion(name=FIRST_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class Heartbeat:
     """What a drafter brings its learner, about once a second."""
 
     drafter_id: str
     serving: str  # version
     is_new: bool = False  # it has just started: one that looks tokens up is brought `Texts`
     samples: tuple[ServedSample, ...] = ()
-    num_dropped: int = 0  # samples that did not fit its outbox since the last visit
+    num_dropped: int = 0  # samples that did not fit its outbox since the last heartbeat
     trial: TrialCounts | None = None  # of the shadow that it has
     versions: tuple[VersionCounts, ...] = ()
     shadow_error: str = ""  # why it could not load the shadow it was told to; the learner gives that candidate up
@@ -40,8 +40,8 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What a drafter shall do until its next visit."""
+class DesiredState:
+    """What a drafter shall serve, try and sample until its next heartbeat."""
 
     serving: DrafterVersion = FIRST_VERSION
     shadow: DrafterVersion | None = None
@@ -161,9 +161,9 @@ class Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerUpdate:
-    """Sent several times a second, and at once when orders change."""
+    """Sent several times a second, and at once when the desired state changes."""
 
-    orders: Orders
+    desired: DesiredState
     status: LearnerStatus
     answers: tuple[Answer, ...] = ()
     texts: tuple[Texts, ...] = ()  # for drafters that were new, also where there are none
@@ -174,5 +174,5 @@ class LearnerSettingsChange:
     settings: LearnerSettings = field(default_factory=LearnerSettings)
 
 
-TO_LEARNER = (Visit, Reward, Ask, LearnerSettingsChange)
+TO_LEARNER = (Heartbeat, Reward, Ask, LearnerSettingsChange)
 FROM_LEARNER = (LearnerReady, LearnerUpdate)

@@ -1,4 +1,4 @@
-"""Run a learner in its own process: drafters' visits in, orders out, over one pipe; training in between.
+"""Run a learner in its own process: drafters' heartbeats in, the desired state out, over one pipe; training in between.
 
 Without a GPU, training is in the system's idle class: it takes what serving leaves of the cores. What an operator asks
 does not wait for spare time: it is done in the usual class, and so is the rest of a training step that it finds.
@@ -23,17 +23,17 @@ from outrider.drafter_service.learning.messages import (
     TO_LEARNER,
     Answer,
     Ask,
+    DesiredState,
+    Heartbeat,
     LearnerReady,
     LearnerSettingsChange,
     LearnerUpdate,
-    Orders,
     Reward,
-    Visit,
 )
-from outrider.drafter_service.learning.pupils import PupilMaker
+from outrider.drafter_service.learning.online_training import StudentTraining
 from outrider.drafter_service.learning.reservoir import Reservoir
-from outrider.drafter_service.learning.shelf import Shelf, digest_of
-from outrider.drafter_service.learning.study import PupilStudy
+from outrider.drafter_service.learning.students import StudentMaker
+from outrider.drafter_service.learning.version_registry import VersionRegistry, digest_of
 from outrider.drafter_service.service.methods import Kind
 from outrider.verifier_service.engine.control import Message, Result, change_beside
 from outrider.verifier_service.messages.wire import decode, encode
@@ -44,7 +44,7 @@ from outrider.verifier_service.start_phases import tell_phase
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 0.2
-ToLearner = Visit | Reward | Ask | LearnerSettingsChange
+ToLearner = Heartbeat | Reward | Ask | LearnerSettingsChange
 
 
 def run_learner_rank(spec: LearnerSpec, rank: RankSpec) -> None:
@@ -54,23 +54,23 @@ def run_learner_rank(spec: LearnerSpec, rank: RankSpec) -> None:
     shell = connect(rank.shell_address)
     with own_folder(Path(spec.folder)):
         learner = build_learner(spec, device)
-        shell.send_bytes(encode(LearnerReady(serving=learner.orders.serving)))
+        shell.send_bytes(encode(LearnerReady(serving=learner.desired.serving)))
         tell_phase("ready")
         LearnerLoop(learner, shell, clock=time.monotonic, yields=device.type == "cpu").run()
 
 
 def build_learner(spec: LearnerSpec, device: torch.device) -> Learner:
-    """Build a learner, which has read what serves. Raises `ValueError` for a folder that is no shelf."""
+    """Build a learner, which has read what serves. Raises `ValueError` for a folder that is no registry."""
     speculative = spec.drafter.speculative
-    study: PupilStudy | None = None
+    training: StudentTraining | None = None
     if speculative.weighted_methods:
-        study = PupilStudy(PupilMaker(spec.drafter, device), device=device, seed=spec.seed)
-    origin = "" if study is None else digest_of(study.first_folder())
+        training = StudentTraining(StudentMaker(spec.drafter, device), device=device, seed=spec.seed)
+    origin = "" if training is None else digest_of(training.first_folder())
     return Learner(
         pool=spec.pool,
-        shelf=Shelf(Path(spec.folder), origin),
+        registry=VersionRegistry(Path(spec.folder), origin),
         reservoir=Reservoir(spec.max_bytes),
-        study=study,
+        training=training,
         settings=spec.settings,
         brings_texts=speculative.has(Kind.LOOKUP),
         clock=time.monotonic,
@@ -108,7 +108,7 @@ class LearnerLoop:
         self._learner, self._pipe, self._clock, self._yields = learner, pipe, clock, yields
         self._came: list[ToLearner] = []  # while something took long
         self._answers: list[Answer] = []
-        self._told: Orders | None = None
+        self._told: DesiredState | None = None
         self._next_update_s = 0.0
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class LearnerLoop:
                 messages, self._came = [*self._came, *self._read(patience_s)], []
                 for message in messages:
                     self._take(message)
-                self._tell(self._learner.orders)
+                self._tell(self._learner.desired)
                 if self._learner.has_work():
                     self._beside(self._step, None)
 
@@ -133,8 +133,8 @@ class LearnerLoop:
 
     def _take(self, message: ToLearner) -> None:
         match message:
-            case Visit():
-                self._learner.visit(message)
+            case Heartbeat():
+                self._learner.heartbeat(message)
             case Reward():
                 try:
                     self._learner.reward(message)
@@ -148,22 +148,22 @@ class LearnerLoop:
 
     def _beside(self, work: Callable[[Message], Result], message: Message) -> Result:
         """Do what may take long on a thread, and return its result; what drafters shall do stays as it is meanwhile."""
-        orders, others = self._learner.orders, threads()
+        desired, others = self._learner.desired, threads()
 
         def meanwhile() -> None:
             self._came += self._read(0.0)
             if any(isinstance(each, Ask) for each in self._came):
                 hurry(threads() - others)  # the work's thread, and those that torch has started for it
-            self._tell(orders)
+            self._tell(desired)
 
         return change_beside(work, message, meanwhile, UPDATE_INTERVAL_S)
 
-    def _tell(self, orders: Orders) -> None:
+    def _tell(self, desired: DesiredState) -> None:
         """Say what has changed at once, and the rest from time to time."""
         texts, now_s = self._learner.take_texts(), self._clock()
-        if not (self._answers or texts or orders != self._told or now_s >= self._next_update_s):
+        if not (self._answers or texts or desired != self._told or now_s >= self._next_update_s):
             return
         answers, self._answers = tuple(self._answers), []
-        update = LearnerUpdate(orders=orders, status=self._learner.status, answers=answers, texts=texts)
+        update = LearnerUpdate(desired=desired, status=self._learner.status, answers=answers, texts=texts)
         self._pipe.send_bytes(encode(update))
-        self._told, self._next_update_s = orders, now_s + UPDATE_INTERVAL_S
+        self._told, self._next_update_s = desired, now_s + UPDATE_INTERVAL_S

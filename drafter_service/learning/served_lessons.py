@@ -27,7 +27,7 @@ MAX_TRIES = 8  # per row, for a sample that teaches something
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a pupil reads of the target beside tokens."""
+    """What a student reads of the target beside tokens."""
 
     state_width: int = 0  # 0: no states
     attends: bool = False  # to the states before: they must be consecutive

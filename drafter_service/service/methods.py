@@ -89,7 +89,7 @@ class DraftMethod:
     name: Method
     kind: Kind
     _: KW_ONLY
-    learns: bool = False  # on what was served: it has a student in `learning.pupils`
+    learns: bool = False  # on what was served: it has a student in `learning.students`
     names_taps: bool = False  # a head's config says which states it reads; others read the last one
     is_in_target: bool = False  # its weights are in the target's checkpoint
     has_masks: bool = False  # the target's steps compute masks for it
@@ -117,8 +117,8 @@ class DraftMethod:
 
     @property
     def student(self) -> Callable[..., Any]:
-        """What makes a student, and says how it reads, of a `PupilMaker` and a folder."""
-        return _function("learning.pupils", self.name)
+        """What makes a student, and says how it reads, of a `StudentMaker` and a folder."""
+        return _function("learning.students", self.name)
 
     @property
     def parse_config(self) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A pupil's acceptance by draft position, on held-out text.
+"""A student's acceptance by draft position, on held-out text.
 
 A root counts if all of its positions count. Its earlier draft tokens are the text's (teacher forcing), so that one
 forward gives the rows of all positions.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.drafter_service.training.corpus_windows import Windows
 from outrider.drafter_service.training.objectives import FIRST_DRAFTED_ROW
-from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.student import TaughtStudent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class AcceptanceFigures:
 
 
 @torch.no_grad()
-def measure_acceptance(pupil: Pupil, batches: Iterable[Windows]) -> AcceptanceFigures:
-    """Measure a pupil in full precision on held-out windows. Raises `ValueError` if no root counts."""
+def measure_acceptance(student: TaughtStudent, batches: Iterable[Windows]) -> AcceptanceFigures:
+    """Measure a student in full precision on held-out windows. Raises `ValueError` if no root counts."""
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
     for windows in batches:
-        agreed, shared = _compare(pupil, windows)  # [num_positions, num_roots] each
+        agreed, shared = _compare(student, windows)  # [num_positions, num_roots] each
         agreements.append(agreed)
         shares.append(shared)
     agreed, shared = torch.cat(agreements, dim=1), torch.cat(shares, dim=1)
@@ -79,21 +79,21 @@ def _means(figures: Tensor) -> Sequence[float]:
     return means
 
 
-def _compare(pupil: Pupil, windows: Windows) -> tuple[Tensor, Tensor]:
+def _compare(student: TaughtStudent, windows: Windows) -> tuple[Tensor, Tensor]:
     """Return agreement and shared mass, float32 [num_positions, num_roots] each; roots of all rows are flattened."""
-    lesson = pupil.teacher.lesson(windows.token_ids, windows.counted)
+    lesson = student.teacher.lesson(windows.token_ids, windows.counted)
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
     counted: list[Tensor] = []
     whole_logits = lesson.logits()
-    for position, draft_logits in enumerate(pupil.position_logits(lesson)):
+    for position, draft_logits in enumerate(student.position_logits(lesson)):
         start = FIRST_DRAFTED_ROW + position
         target_logits = whole_logits[:, start : start + draft_logits.shape[1]]
         draft_logits = draft_logits[..., : target_logits.shape[-1]]
         likeliest = draft_logits.argmax(-1)  # [rows, num_roots]
         target_probs = target_logits.softmax(-1)
-        if pupil.vocab_ids is not None:
-            likeliest, target_probs = pupil.vocab_ids[likeliest], target_probs[..., pupil.vocab_ids]
+        if student.vocab_ids is not None:
+            likeliest, target_probs = student.vocab_ids[likeliest], target_probs[..., student.vocab_ids]
         agreements.append((likeliest == target_logits.argmax(-1)).float().flatten())
         shares.append(torch.minimum(draft_logits.float().softmax(-1), target_probs).sum(-1).flatten())
         counted.append(lesson.counted[:, start : start + draft_logits.shape[1]].flatten())

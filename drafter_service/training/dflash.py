@@ -27,7 +27,7 @@ from outrider.drafter_service.training.head_start import (
     share_tables,
 )
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, span_loss
+from outrider.drafter_service.training.student import SAVED_DTYPE, num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher, default_taps
 
 
@@ -53,7 +53,7 @@ class DFlashShape:
         )
 
 
-class DFlashPupil:
+class DFlashStudent:
     """A block drafter with a block at each of its roots."""
 
     vocab_ids: Tensor | None = None
@@ -66,7 +66,7 @@ class DFlashPupil:
     @classmethod
     def create(
         cls, teacher: Teacher, stream: TokenStream, *, shape: DFlashShape, num_guesses: int, seed: int
-    ) -> DFlashPupil:
+    ) -> DFlashStudent:
         """Create a new drafter; its mask is the stream's rarest token."""
         mask_token_id = int(stream.counts(teacher.vocab_size).argmin())
         torch.manual_seed(seed)

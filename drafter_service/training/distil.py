@@ -17,16 +17,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.acceptance import AcceptanceFigures, measure_acceptance
 from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
-from outrider.drafter_service.training.dflash import DFlashPupil, DFlashShape
-from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
-from outrider.drafter_service.training.eagle import eagle_pupil
-from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil, eagle3_pupil_from
-from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
-from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
-from outrider.drafter_service.training.mtp import mtp_pupil
+from outrider.drafter_service.training.dflash import DFlashShape, DFlashStudent
+from outrider.drafter_service.training.draft_model import DraftModelStudent, DraftShape
+from outrider.drafter_service.training.eagle import eagle_student
+from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_student, eagle3_student_from
+from outrider.drafter_service.training.medusa import MedusaShape, MedusaStudent
+from outrider.drafter_service.training.mlp_speculator import MlpShape, MlpStudent
+from outrider.drafter_service.training.mtp import mtp_student
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.parallel_draft import ParallelPupil, TidarPupil
-from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.parallel_draft import ParallelStudent, TidarStudent
 from outrider.drafter_service.training.recipe import Phase, Recipe
 from outrider.drafter_service.training.served import (
     Continuation,
@@ -36,6 +35,7 @@ from outrider.drafter_service.training.served import (
     serve_greedily,
     served_drafter,
 )
+from outrider.drafter_service.training.student import TaughtStudent
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
@@ -133,9 +133,9 @@ def distil_from(
     options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, on_step: OnStep
 ) -> Distilled:
     """Do the same with a loaded target and text."""
-    pupil = make_pupil(options, teacher, tokenizer, corpus)
+    student = make_student(options, teacher, tokenizer, corpus)
     trainer = Trainer(
-        pupil=pupil,
+        student=student,
         stream=corpus.training,
         recipe=recipe_for(options, teacher),
         budget=options.budget,
@@ -143,7 +143,7 @@ def distil_from(
         settings=_settings(options, corpus),
         objective=options.objective,
     )
-    judge = ServedJudge(options, pupil, teacher, corpus)
+    judge = ServedJudge(options, student, teacher, corpus)
     for report in trainer.train(resume=options.resume):
         on_step(replace(report, served=judge.last))
         if judge.judge_if_due(report):
@@ -154,7 +154,7 @@ def distil_from(
         num_tokens=trainer.progress.num_tokens,
         elapsed_s=trainer.progress.elapsed_s,
         served=judge.finish(),
-        acceptance=measure_acceptance(pupil, windows.split(options.rows)),
+        acceptance=measure_acceptance(student, windows.split(options.rows)),
     )
     (options.output / FIGURES_NAME).write_text(json.dumps(to_json(options, distilled), indent=2) + "\n")
     for file in options.output.iterdir():
@@ -168,8 +168,8 @@ class ServedJudge:
     Windows of text overestimate a drafter: served, it drafts the target's own text.
     """
 
-    def __init__(self, options: DistilOptions, pupil: Pupil, teacher: Teacher, corpus: Corpus) -> None:
-        self._options, self._pupil, self._teacher = options, pupil, teacher
+    def __init__(self, options: DistilOptions, student: TaughtStudent, teacher: Teacher, corpus: Corpus) -> None:
+        self._options, self._student, self._teacher = options, student, teacher
         self._prompts = corpus.prompts[: options.eval_prompts]
         self._continuations: tuple[Continuation, ...] = ()
         self._best: Rounds | None = None
@@ -197,7 +197,7 @@ class ServedJudge:
 
     def _judge(self) -> None:
         trial = self._options.work / TRIAL_NAME
-        self._pupil.save(trial)
+        self._student.save(trial)
         rounds = self._play(trial)
         self._is_judged = True
         self.last = None if rounds is None else rounds.mean_acceptance_length
@@ -227,34 +227,38 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
-def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Pupil:
+def make_student(
+    options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
+) -> TaughtStudent:
     """Create the drafter of the options."""
     num_positions, seed = options.num_positions, options.seed
     match options.method:
         case "draft-model":
             return _draft_model(options, teacher, tokenizer)
         case "medusa":
-            return MedusaPupil.create(
+            return MedusaStudent.create(
                 teacher, corpus.training, shape=options.medusa, num_heads=num_positions, seed=seed
             )
         case "mlp-speculator":
-            return MlpPupil.create(teacher, shape=options.mlp, num_steps=num_positions, seed=seed)
+            return MlpStudent.create(teacher, shape=options.mlp, num_steps=num_positions, seed=seed)
         case "eagle":
-            return eagle_pupil(teacher, num_positions=num_positions, seed=seed)
+            return eagle_student(teacher, num_positions=num_positions, seed=seed)
         case "eagle3" if options.init_from is not None:
-            return eagle3_pupil_from(options.init_from, teacher, num_positions=num_positions)
+            return eagle3_student_from(options.init_from, teacher, num_positions=num_positions)
         case "eagle3":
-            return eagle3_pupil(teacher, corpus.training, shape=options.eagle3, num_positions=num_positions, seed=seed)
+            return eagle3_student(
+                teacher, corpus.training, shape=options.eagle3, num_positions=num_positions, seed=seed
+            )
         case "mtp":
-            return mtp_pupil(teacher, num_positions=num_positions, seed=seed)
+            return mtp_student(teacher, num_positions=num_positions, seed=seed)
         case "parallel-draft":
-            return ParallelPupil(_draft_model(options, teacher, tokenizer))
+            return ParallelStudent(_draft_model(options, teacher, tokenizer))
         case "dflash":
-            return DFlashPupil.create(
+            return DFlashStudent.create(
                 teacher, corpus.training, shape=options.dflash, num_guesses=num_positions, seed=seed
             )
         case "tidar":
-            return TidarPupil.create(
+            return TidarStudent.create(
                 teacher,
                 tokenizer,
                 corpus.training,
@@ -267,11 +271,11 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
 
 def _draft_model(
     options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase
-) -> DraftModelPupil[Teacher]:
+) -> DraftModelStudent[Teacher]:
     num_positions = options.num_positions
     if options.init_from is not None:
-        return DraftModelPupil.load(options.init_from, teacher, tokenizer, num_positions=num_positions)
-    return DraftModelPupil.create(
+        return DraftModelStudent.load(options.init_from, teacher, tokenizer, num_positions=num_positions)
+    return DraftModelStudent.create(
         teacher, tokenizer, shape=options.draft, num_positions=num_positions, seed=options.seed
     )
 

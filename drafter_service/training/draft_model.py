@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.pupil import num_roots
+from outrider.drafter_service.training.student import num_roots
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class DraftShape:
         )
 
 
-class DraftModelPupil(Generic[SomeTarget]):
+class DraftModelStudent(Generic[SomeTarget]):
     """A whole model as drafter: it reads only the target's tokens."""
 
     vocab_ids: Tensor | None = None
@@ -72,19 +72,19 @@ class DraftModelPupil(Generic[SomeTarget]):
     @classmethod
     def create(
         cls, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, shape: DraftShape, num_positions: int, seed: int
-    ) -> DraftModelPupil[Teacher]:
+    ) -> DraftModelStudent[Teacher]:
         """Create a model with random weights."""
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(shape.config_for(teacher))
-        return DraftModelPupil(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+        return DraftModelStudent(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
     @classmethod
     def load(
         cls, folder: Path, teacher: SomeTarget, tokenizer: PreTrainedTokenizerBase, *, num_positions: int
-    ) -> DraftModelPupil[SomeTarget]:
+    ) -> DraftModelStudent[SomeTarget]:
         """Load an existing model."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return DraftModelPupil(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+        return DraftModelStudent(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
     def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         """Return the mean loss of all rows: a model's draft positions differ by the text before them alone."""

@@ -11,14 +11,14 @@ import torch
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.training.head_start import add_nothing, layer_like, pass_last_part_through, share_tables
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.drafter_service.training.unrolled import UnrolledStudent
 
 
-def eagle_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil[Teacher]:
+def eagle_student(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledStudent[Teacher]:
     """Create a head that first repeats the target: `fc` passes the state through, and the layer adds nothing."""
     torch.manual_seed(seed)
     head = EagleHead(layer_like(teacher)).to(teacher.device)
     share_tables(head, teacher)
     pass_last_part_through(head.fc)
     add_nothing(head.layers[0])
-    return UnrolledPupil(head, teacher, num_positions=num_positions, write=EagleHead.save)
+    return UnrolledStudent(head, teacher, num_positions=num_positions, write=EagleHead.save)

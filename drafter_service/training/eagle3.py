@@ -18,7 +18,7 @@ from outrider.drafter_service.training.head_start import (
     share_embedding,
 )
 from outrider.drafter_service.training.teacher import Teacher, default_taps
-from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.drafter_service.training.unrolled import UnrolledStudent
 from outrider.verifier_service.formats.checkpoint import StateDictSource
 
 
@@ -39,9 +39,9 @@ class Eagle3Shape:
         )
 
 
-def eagle3_pupil(
+def eagle3_student(
     teacher: Teacher, stream: TokenStream, *, shape: Eagle3Shape, num_positions: int, seed: int
-) -> UnrolledPupil[Teacher]:
+) -> UnrolledStudent[Teacher]:
     """Create a head over the stream's most frequent tokens, with the target's weights where they fit."""
     config = shape.config_for(teacher)
     torch.manual_seed(seed)
@@ -49,15 +49,15 @@ def eagle3_pupil(
     head = Eagle3Head(config, target_ids=ids).to(teacher.device)
     share_embedding(head, teacher)
     start_from_target(head, teacher)
-    return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
+    return UnrolledStudent(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
 
 
-def eagle3_pupil_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledPupil[Teacher]:
+def eagle3_student_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledStudent[Teacher]:
     """Load an existing head. Raises `ValueError` naming a field that does not fit the target."""
     lender = StateDictSource(dict(teacher.model.state_dict()))
     head = Eagle3Head.from_folder(folder, target=lender, num_target_layers=teacher.num_layers, device=teacher.device)
     share_embedding(head.train().requires_grad_(True), teacher)  # a loaded head has no gradients
-    return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
+    return UnrolledStudent(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
+from outrider.drafter_service.training.student import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
@@ -29,7 +29,7 @@ class MedusaShape:
     draft_vocab_size: int = 0  # the most frequent tokens; 0: the target's whole vocabulary
 
 
-class MedusaPupil(Generic[SomeTarget]):
+class MedusaStudent(Generic[SomeTarget]):
     """Heads over the target's last state, each with its own output embedding."""
 
     def __init__(self, heads: MedusaHeads, teacher: SomeTarget) -> None:
@@ -41,7 +41,7 @@ class MedusaPupil(Generic[SomeTarget]):
     @classmethod
     def create(
         cls, teacher: Teacher, stream: TokenStream, *, shape: MedusaShape, num_heads: int, seed: int
-    ) -> MedusaPupil[Teacher]:
+    ) -> MedusaStudent[Teacher]:
         """Create heads: output embeddings start as the target's, blocks pass the state through."""
         torch.manual_seed(seed)
         is_reduced = 0 < shape.draft_vocab_size < teacher.vocab_size
@@ -60,7 +60,7 @@ class MedusaPupil(Generic[SomeTarget]):
                     parameter.copy_(rows)
                 else:
                     parameter.zero_()
-        return MedusaPupil(heads, teacher)
+        return MedusaStudent(heads, teacher)
 
     def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         return position_loss(self, lesson, objective)

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.training.head_start import copy_if_it_fits
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
+from outrider.drafter_service.training.student import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget, Teacher
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
@@ -28,7 +28,7 @@ class MlpShape:
     inner_dim: int = 0  # width of the recurrence; 0: the target's
 
 
-class MlpPupil(Generic[SomeTarget]):
+class MlpStudent(Generic[SomeTarget]):
     """A speculator with a step per draft position; all steps share the embeddings."""
 
     vocab_ids: Tensor | None = None
@@ -39,7 +39,7 @@ class MlpPupil(Generic[SomeTarget]):
         self.num_positions = speculator.n_predict
 
     @classmethod
-    def create(cls, teacher: Teacher, *, shape: MlpShape, num_steps: int, seed: int) -> MlpPupil[Teacher]:
+    def create(cls, teacher: Teacher, *, shape: MlpShape, num_steps: int, seed: int) -> MlpStudent[Teacher]:
         """Create a speculator with random weights; steps share the embeddings, its largest part."""
         torch.manual_seed(seed)
         speculator = MlpSpeculator(
@@ -53,7 +53,7 @@ class MlpPupil(Generic[SomeTarget]):
         with torch.no_grad():
             speculator.get_parameter("emb.0.weight").normal_(std=(2 / speculator.inner_dim) ** 0.5)
             copy_if_it_fits(speculator.get_parameter("head.0.weight"), teacher.head)
-        return MlpPupil(speculator, teacher)
+        return MlpStudent(speculator, teacher)
 
     def loss(self, lesson: Lesson, objective: Objective = Objective.CE) -> Tensor:
         return position_loss(self, lesson, objective)

@@ -22,12 +22,12 @@ from outrider.drafter_service.training.head_start import (
     share_tables,
 )
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.drafter_service.training.unrolled import UnrolledStudent
 
 PREFIX = "mtp_layers.0."
 
 
-def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil[Teacher]:
+def mtp_student(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledStudent[Teacher]:
     """Create a layer: copies of the target's last layer and final norm read the target's normed state."""
     torch.manual_seed(seed)
     head = MtpHead(layer_like(teacher)).to(teacher.device)
@@ -35,7 +35,7 @@ def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPup
     pass_last_part_through(head.eh_proj)
     lend_layer(head.layer, teacher, teacher.num_layers - 1)
     copy_if_it_fits(head.norm.weight, lent_tensor(teacher, "norm.weight"))
-    return UnrolledPupil(head, teacher, num_positions=num_positions, write=write_mtp)
+    return UnrolledStudent(head, teacher, num_positions=num_positions, write=write_mtp)
 
 
 def write_mtp(head: MtpHead, folder: Path) -> None:

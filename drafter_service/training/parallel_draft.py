@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, parse_mask_token_id
 from outrider.drafter_service.target.tidar_drafter import BLOCK_KEY
 from outrider.drafter_service.training.corpus_windows import TokenStream
-from outrider.drafter_service.training.draft_model import DraftModelPupil, export
+from outrider.drafter_service.training.draft_model import DraftModelStudent, export
 from outrider.drafter_service.training.objectives import Objective
-from outrider.drafter_service.training.pupil import num_roots, span_loss
+from outrider.drafter_service.training.student import num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
 TIDAR_MASK_KEY = MASK_KEYS[0]
@@ -44,12 +44,12 @@ MASK_KEY = "pard_token"  # as in the authors' checkpoints
 ROW_MULTIPLE = 64  # embedding rows that the mask token adds: tables of odd sizes are slow, and cannot be sharded
 
 
-class ParallelPupil:
+class ParallelStudent:
     """A draft model that learns to predict `num_positions` tokens in one pass."""
 
     vocab_ids: Tensor | None = None
 
-    def __init__(self, draft: DraftModelPupil[Teacher]) -> None:
+    def __init__(self, draft: DraftModelStudent[Teacher]) -> None:
         """Adapt a draft model; it gets a mask token unless its config has one."""
         model: Any = draft.module
         model.set_attn_implementation("sdpa")  # it supports arbitrary attention masks
@@ -86,7 +86,7 @@ class ParallelPupil:
         export(self.module, self._draft.tokenizer, folder)
 
 
-class TidarPupil:
+class TidarStudent:
     """A copy of the target that learns to guess `num_positions` tokens behind its own next one."""
 
     vocab_ids: Tensor | None = None
@@ -113,7 +113,7 @@ class TidarPupil:
         num_positions: int,
         seed: int = 0,
         init_from: Path | None = None,
-    ) -> TidarPupil:
+    ) -> TidarStudent:
         """Begin with the target, or with one that was taught before; `seed` is that of the roots that are drawn."""
         torch.manual_seed(seed)
         model: Any

@@ -19,7 +19,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
 class Target(Protocol):
-    """What a pupil knows of its target beside lessons."""
+    """What a student knows of its target beside lessons."""
 
     @property
     def device(self) -> torch.device: ...

@@ -1,4 +1,4 @@
-"""Distil a pupil from its teacher: the embedded pair's recipe for any drafter, resumable.
+"""Distil a student from its teacher: the embedded pair's recipe for any drafter, resumable.
 
 A step depends on the weights, the optimizers and its number (windows depend on seed and number only). A checkpoint has
 all three and torch's generator, so that a resumed run ends like an uninterrupted one. With a budget in minutes, the
@@ -24,8 +24,8 @@ from outrider.drafter_service.training.muon import Muon
 from outrider.drafter_service.training.notes import Notes
 from outrider.drafter_service.training.objectives import Objective
 from outrider.drafter_service.training.precision import half_precision
-from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.recipe import Optimizers, Progress, Recipe
+from outrider.drafter_service.training.student import TaughtStudent
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class StepReport:
     served: float | None = None  # tokens per verification of held-out prompts, last measured
 
 
-class PupilOptimizers(Optimizers):
-    """The embedded pair's optimizers over a pupil's parameters; output embeddings are AdamW's."""
+class StudentOptimizers(Optimizers):
+    """The embedded pair's optimizers over a student's parameters; output embeddings are AdamW's."""
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -88,9 +88,9 @@ def trained_s(checkpoint: Path) -> float:
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains one pupil within a budget, with a checkpoint file."""
+    """Trains one student within a budget, with a checkpoint file."""
 
-    pupil: Pupil
+    student: TaughtStudent
     stream: TokenStream
     recipe: Recipe
     budget: Budget
@@ -101,7 +101,7 @@ class Trainer:
     notes: Notes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.notes = Notes(self.pupil.teacher)
+        self.notes = Notes(self.student.teacher)
 
     def train(self, *, resume: bool) -> Iterator[StepReport]:
         """Train until the budget is used up; yield a report per step.
@@ -109,7 +109,7 @@ class Trainer:
         Raises:
             ValueError: there is a checkpoint and `resume` is off, or its settings differ.
         """
-        optimizers = PupilOptimizers(self.pupil.module, self.recipe)
+        optimizers = StudentOptimizers(self.student.module, self.recipe)
         if resume and self.checkpoint.exists():
             self._load(optimizers)
         elif self.checkpoint.exists():
@@ -126,10 +126,10 @@ class Trainer:
         started_s = time.perf_counter()
         progress, phase = self.progress, self.recipe.phase(share)
         windows = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
-        with half_precision(self.pupil.teacher.device):
-            loss = self.pupil.loss(self.notes.lesson(windows), self.objective)
+        with half_precision(self.student.teacher.device):
+            loss = self.student.loss(self.notes.lesson(windows), self.objective)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.pupil.module.parameters(), MAX_GRAD_NORM)
+        torch.nn.utils.clip_grad_norm_(self.student.module.parameters(), MAX_GRAD_NORM)
         optimizers.step(self.recipe.lr_scale(progress.step, share))
         progress.step += 1
         progress.num_tokens += windows.token_ids.numel()
@@ -142,7 +142,7 @@ class Trainer:
     def _save(self, optimizers: Optimizers) -> None:
         state = {
             "settings": dict(self.settings),
-            "trained": {name: p.detach() for name, p in self.pupil.module.named_parameters() if p.requires_grad},
+            "trained": {name: p.detach() for name, p in self.student.module.named_parameters() if p.requires_grad},
             "optimizers": optimizers.state_dict(),
             "progress": (self.progress.step, self.progress.elapsed_s, self.progress.num_tokens),
             "rng": torch.get_rng_state(),
@@ -153,12 +153,12 @@ class Trainer:
         os.replace(partial, self.checkpoint)
 
     def _load(self, optimizers: Optimizers) -> None:
-        state = torch.load(self.checkpoint, map_location=self.pupil.teacher.device, weights_only=True)
+        state = torch.load(self.checkpoint, map_location=self.student.teacher.device, weights_only=True)
         for name in sorted(self.settings.keys() | state["settings"].keys()):
             ours, theirs = self.settings.get(name), state["settings"].get(name)
             if ours != theirs:
                 raise ValueError(f"{name}: {ours} does not go on with the run in {self.checkpoint}, which had {theirs}")
-        self.pupil.module.load_state_dict(state["trained"], strict=False)  # frozen parameters are the target's
+        self.student.module.load_state_dict(state["trained"], strict=False)  # frozen parameters are the target's
         optimizers.load_state_dict(state["optimizers"])
         step, elapsed_s, num_tokens = state["progress"]
         self.progress = Progress(step=step, elapsed_s=elapsed_s, num_tokens=num_tokens)

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.training.objectives import Objective, draft_loss
-from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots
+from outrider.drafter_service.training.student import SAVED_DTYPE, num_roots
 from outrider.drafter_service.training.teacher import Lesson, SomeTarget
 
 DEEP_SHARE = 0.25  # of a window's roots, drawn at random, learn after the first step: those steps take most of the time
 
 
-class UnrolledPupil(Generic[SomeTarget]):
+class UnrolledStudent(Generic[SomeTarget]):
     """A head, unrolled for `num_positions` steps in training."""
 
     def __init__(

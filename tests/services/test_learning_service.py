@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
 PATH = "/v1/learner"
 KV_BYTES = 64 << 20
 WAIT_S = 240.0
-QUIET_S = 5.0  # several visits
+QUIET_S = 5.0  # several heartbeats
 MAX_ROUNDS = 30  # of streams, until bad weights must be gone
 
 
@@ -118,7 +118,7 @@ def test_what_may_be_learned_from_reaches_the_learner_and_nothing_else(service: 
 
 
 def samples_come(service: LiveService) -> bool:
-    """Send a request each time: a drafter takes samples once its learner's first visit has asked for them."""
+    """Send a request each time: a drafter takes samples once its learner's first heartbeat has asked for them."""
     service.stream("import os\n", max_tokens=16)
     return int(status(service)["num_seen"]) > 0
 

@@ -14,7 +14,7 @@ from fakes.backend import build_tokenizer
 from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
-from outrider.drafter_service.training.distil import make_pupil
+from outrider.drafter_service.training.distil import make_student
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
 from outrider.verifier_service.model.config import ModelConfig
@@ -78,15 +78,15 @@ def write_first(root: Path, target: Path, method: Method) -> Path:
     folder = root / f"first {method}"
     if not folder.exists():
         teacher = Teacher.load(target, torch.device("cpu"), dtype=torch.float32)
-        pupil = make_pupil(
+        student = make_student(
             options_for(method.value.replace("_", "-"), root / "drafter"), teacher, build_tokenizer(), make_corpus()
         )
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for parameter in pupil.module.parameters():
+            for parameter in student.module.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        pupil.save(folder)
+        student.save(folder)
     return folder
 
 

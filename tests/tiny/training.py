@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from fakes.backend import build_tokenizer
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.dflash import DFlashShape
-from outrider.drafter_service.training.distil import DistilOptions, make_pupil
+from outrider.drafter_service.training.distil import DistilOptions, make_student
 from outrider.drafter_service.training.draft_model import DraftShape
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
-from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.student import TaughtStudent
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget
 from tiny.models import make_checkpoint, make_model
@@ -78,6 +78,6 @@ def options_for(method: str, output: Path, *, num_steps: int = 6, resume: bool =
     )
 
 
-def make_tiny_pupil(method: str, output: Path = Path("unused")) -> Pupil:
+def make_tiny_student(method: str, output: Path = Path("unused")) -> TaughtStudent:
     """Begin a drafter of a tiny target."""
-    return make_pupil(options_for(method, output), make_teacher(), build_tokenizer(), make_corpus())
+    return make_student(options_for(method, output), make_teacher(), build_tokenizer(), make_corpus())

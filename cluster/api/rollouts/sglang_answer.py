@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outrider.cluster.api.openai.answer import Answer, event_of
-from outrider.cluster.api.rollouts.sglang_protocol import GenerateBody, NativePrompt
+from outrider.cluster.api.rollouts.sglang_protocol import GenerateBody, SGLangPrompt
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, WeightSpan
 from outrider.cluster.gateway.logprobs_format import finite
@@ -21,12 +21,12 @@ from outrider.verifier_service.messages.request import FinishReason, Speculation
 
 
 @dataclass(slots=True, kw_only=True)
-class NativeAnswer:
+class SGLangAnswer:
     """The answer to one call of /generate."""
 
     answer: Answer
     body: GenerateBody
-    prompts: Sequence[NativePrompt]
+    prompts: Sequence[SGLangPrompt]
     weight_version: str  # of an output without tokens
     began_s: float = field(default_factory=time.monotonic)
 
@@ -79,7 +79,7 @@ class _Output:
     """One output so far, which each event shows whole: a chunk is added, and not read again."""
 
     request: ValidRequest
-    prompt: NativePrompt
+    prompt: SGLangPrompt
     weight_version: str  # if it has no tokens
     began_s: float
     returns_prompt: bool

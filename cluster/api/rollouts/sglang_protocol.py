@@ -32,7 +32,7 @@ BodyT = TypeVar("BodyT", bound=ModelBody)
 LooseInt = Annotated[int, Field(strict=False, ge=0, lt=1 << 31)]
 
 
-def parse_native(body: object, kind: type[BodyT]) -> BodyT:
+def parse_sglang(body: object, kind: type[BodyT]) -> BodyT:
     """Check a body as `parse_body` does, without its unknown empty fields."""
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if value or name in kind.model_fields}
@@ -43,7 +43,7 @@ _NAMES = named_at(SGLANG)
 
 
 @with_client_fields(_NAMES)
-class NativeSampling(ModelBody):
+class SGLangSampling(ModelBody):
     """`sampling_params` of /generate."""
 
     passed_fields: ClassVar[frozenset[str]] = frozenset(
@@ -71,7 +71,7 @@ class NativeSampling(ModelBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativePrompt:
+class SGLangPrompt:
     """One prompt of a body, and what its answer shows beside the tokens."""
 
     input: RequestInput
@@ -109,7 +109,7 @@ class GenerateBody(ModelBody):
             return isinstance(self.text, list)
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)  # type: ignore[index]
 
-    def prompts(self, answer_id: str, session_id: str | None) -> list[NativePrompt]:
+    def prompts(self, answer_id: str, session_id: str | None) -> list[SGLangPrompt]:
         """Return the prompts in order; raises `InvalidRequest`. `session_id`: of a body that names none."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("text or input_ids must be given, and not both", "input_ids")
@@ -120,7 +120,7 @@ class GenerateBody(ModelBody):
             raise InvalidRequest(f"{field} must be 1 to {MAX_PROMPTS} prompts", field)
         num = len(prompts)
         rids = self._rids(num, answer_id)
-        samplings = [parse_native(item or {}, NativeSampling) for item in self._each("sampling_params", num)]
+        samplings = [parse_sglang(item or {}, SGLangSampling) for item in self._each("sampling_params", num)]
         salts = self._each("cache_salt" if self.extra_key is None else "extra_key", num)
         flags, starts = self._each("return_logprob", num), self._each("logprob_start_len", num)
         tops = self._each("top_logprobs_num", num)
@@ -130,7 +130,7 @@ class GenerateBody(ModelBody):
             start = OUTPUT_ONLY if start is None else start
             fields = sampling.fields()
             found.append(
-                NativePrompt(
+                SGLangPrompt(
                     input=RequestInput(
                         prompt=prompt,
                         prompt_field=field,

@@ -19,7 +19,7 @@ from outrider.cluster.api.openai.answer import Answer, GenerationResponse
 from outrider.cluster.api.openai.endpoints import read_json
 from outrider.cluster.api.openai.format import CompletionFormat
 from outrider.cluster.api.rollouts.doors import TrainerDoors, lease_of, outcome, refusal
-from outrider.cluster.api.rollouts.sglang_answer import NativeAnswer
+from outrider.cluster.api.rollouts.sglang_answer import SGLangAnswer
 from outrider.cluster.api.rollouts.sglang_protocol import (
     AbortBody,
     FolderUpdateBody,
@@ -28,7 +28,7 @@ from outrider.cluster.api.rollouts.sglang_protocol import (
     GroupUpdateBody,
     LeaveGroupBody,
     PauseBody,
-    parse_native,
+    parse_sglang,
 )
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.request_parser import RequestInput
@@ -52,19 +52,19 @@ def _add_generate(app: FastAPI, doors: TrainerDoors) -> None:
     @app.put("/generate")
     @app.post("/generate")
     async def generate(request: Request) -> Response:
-        body = parse_native(await read_json(request), GenerateBody)
+        body = parse_sglang(await read_json(request), GenerateBody)
         gateway.check_model_name(body.model)
         answer = Answer(gateway, CompletionFormat(), created=0, include_usage=False, return_token_ids=True)
         prompts = body.prompts(answer.id, request.headers.get("x-smg-routing-key"))
         answer.requests = [await gateway.parse(prompt.input) for prompt in prompts]
         if len({valid.n for valid in answer.requests}) > 1:
             raise InvalidRequest("sampling_params: n must be the same for all prompts", "sampling_params")
-        native = NativeAnswer(answer=answer, body=body, prompts=prompts, weight_version=doors.fleet.reported_version)
+        native = SGLangAnswer(answer=answer, body=body, prompts=prompts, weight_version=doors.fleet.reported_version)
         return GenerationResponse(native, stream=bool(body.stream))
 
     @app.post("/abort_request")
     async def abort(request: Request) -> Response:
-        body = parse_native(await read_json(request), AbortBody)
+        body = parse_sglang(await read_json(request), AbortBody)
         if body.abort_all:
             await doors.every.abort_all()
         elif body.rid:
@@ -96,7 +96,7 @@ async def _generates(doors: TrainerDoors) -> bool:
 def _add_generation_control(app: FastAPI, doors: TrainerDoors) -> None:
     @app.post("/pause_generation")
     async def pause(request: Request) -> Response:
-        body = parse_native(await read_json(request, empty={}), PauseBody)
+        body = parse_sglang(await read_json(request, empty={}), PauseBody)
         mode = body.mode or "abort"
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}", "mode")
@@ -120,18 +120,18 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
 
     @app.post("/init_weights_update_group")
     async def join(request: Request) -> Response:
-        body = parse_native(await read_json(request), GroupBody)
+        body = parse_sglang(await read_json(request), GroupBody)
         fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
         return await outcome("Joining the group", fleet.join_group(**{name: getattr(body, name) for name in fields}))
 
     @app.post("/destroy_weights_update_group")
     async def leave(request: Request) -> Response:
-        body = parse_native(await read_json(request), LeaveGroupBody)
+        body = parse_sglang(await read_json(request), LeaveGroupBody)
         return await outcome("Leaving the group", fleet.leave_group(body.group_name))
 
     @app.post("/update_weights_from_distributed")
     async def update_from_group(request: Request) -> Response:
-        body = parse_native(await read_json(request), GroupUpdateBody)
+        body = parse_sglang(await read_json(request), GroupUpdateBody)
         if body.abort_all_requests:
             await doors.every.abort_all()
         update = fleet.update_from_group(
@@ -146,7 +146,7 @@ def _add_weight_routes(app: FastAPI, doors: TrainerDoors) -> None:
 
     @app.post("/update_weights_from_disk")
     async def update_from_folder(request: Request) -> Response:
-        body = parse_native(await read_json(request), FolderUpdateBody)
+        body = parse_sglang(await read_json(request), FolderUpdateBody)
         if body.abort_all_requests:
             await doors.every.abort_all()
         update = fleet.update_drafters if body.selector == "draft" else fleet.update_from_folder

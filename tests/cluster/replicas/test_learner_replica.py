@@ -22,22 +22,22 @@ from outrider.drafter_service.learning.messages import (
     Action,
     Answer,
     Ask,
+    DesiredState,
     DrafterVersion,
+    Heartbeat,
     LearnerReady,
     LearnerSettings,
     LearnerSettingsChange,
     LearnerStatus,
     LearnerUpdate,
-    Orders,
     Reward,
     Texts,
-    Visit,
 )
 from outrider.verifier_service.messages.wire import decode, encode
 
 SAMPLE = ServedSample(request_id="r", token_ids=(1, 2, 3), num_prompt_tokens=1, states=b"\0" * 64)
 STATUS = LearnerStatus(pool="default", serving="v3", num_samples=5)
-ORDERS = Orders(serving=DrafterVersion(name="v3", folder="/l/v3"), sample_share=1.0)
+DESIRED = DesiredState(serving=DrafterVersion(name="v3", folder="/l/v3"), sample_share=1.0)
 
 
 class PlayedRanks:
@@ -94,8 +94,8 @@ class Scene:
         await self.say(LearnerReady(serving=FIRST_VERSION))
         await self.update(**fields)
 
-    async def update(self, orders: Orders = ORDERS, status: LearnerStatus = STATUS, **fields: Any) -> None:
-        await self.say(LearnerUpdate(orders=orders, status=status, **fields))
+    async def update(self, desired: DesiredState = DESIRED, status: LearnerStatus = STATUS, **fields: Any) -> None:
+        await self.say(LearnerUpdate(desired=desired, status=status, **fields))
 
     async def hear(self) -> Any:
         async with asyncio.timeout(10):
@@ -125,7 +125,7 @@ async def test_it_answers_while_its_process_starts_that_there_is_none(scene: Sce
     assert (scene.ranks.spec.folder, scene.ranks.size) == (str(tmp_path / "versions"), 1)
     assert Path(scene.ranks.spec.folder).is_dir()
     assert scene.ranks.spec.settings == LearnerSettings(num_steps=7)
-    assert await scene.replica.visit(Visit(drafter_id="d", serving="v0")) is None
+    assert await scene.replica.heartbeat(Heartbeat(drafter_id="d", serving="v0")) is None
     answer = await scene.replica.ask(Action.PAUSE)
     assert answer.error == "the learner has not started"
     assert await scene.replica.status() is None
@@ -133,14 +133,14 @@ async def test_it_answers_while_its_process_starts_that_there_is_none(scene: Sce
     assert not scene.ranks.process.poll(0)
 
 
-async def test_a_visit_is_passed_on_and_answered_at_once_by_the_last_orders(scene: Scene):
+async def test_a_heartbeat_is_passed_on_and_answered_at_once_by_the_last_orders(scene: Scene):
     await scene.start()
-    visit = Visit(drafter_id="d", serving="v0", is_new=True, samples=(SAMPLE,))
-    assert await scene.replica.visit(visit) == ORDERS
-    assert await scene.hear() == visit
-    later = Orders(serving=FIRST_VERSION)
+    heartbeat = Heartbeat(drafter_id="d", serving="v0", is_new=True, samples=(SAMPLE,))
+    assert await scene.replica.heartbeat(heartbeat) == DESIRED
+    assert await scene.hear() == heartbeat
+    later = DesiredState(serving=FIRST_VERSION)
     await scene.update(later)
-    assert await scene.replica.visit(visit) == later
+    assert await scene.replica.heartbeat(heartbeat) == later
     assert await scene.replica.texts("d") is None, "its pool looks nothing up"
 
 
@@ -213,7 +213,7 @@ async def test_a_process_that_ends_is_unhealthy_and_who_waits_is_told(scene: Sce
     with pytest.raises(RuntimeError, match="engine process is gone"):
         await scene.replica.check_health()
     with pytest.raises(ConnectionError):
-        await scene.replica.visit(Visit(drafter_id="d", serving="v0"))
+        await scene.replica.heartbeat(Heartbeat(drafter_id="d", serving="v0"))
 
 
 async def test_a_process_that_does_not_start_is_unhealthy(scene: Scene):
@@ -227,10 +227,10 @@ async def test_a_process_that_does_not_start_is_unhealthy(scene: Scene):
 async def test_a_new_look_up_gets_the_pools_texts_in_time_or_none(scene: Scene):
     await scene.start()
     texts = Texts(drafter_id="d", samples=(SAMPLE,))
-    await scene.replica.visit(Visit(drafter_id="d", serving="v0", is_new=True))
+    await scene.replica.heartbeat(Heartbeat(drafter_id="d", serving="v0", is_new=True))
     await scene.hear()
     await scene.update(texts=(texts, Texts(drafter_id="gone", samples=())))
     assert await scene.replica.texts("d") == texts, "also those that came before they were asked for"
     assert await scene.replica.texts("d") is None
-    await scene.replica.visit(Visit(drafter_id="d", serving="v0", is_new=True))
+    await scene.replica.heartbeat(Heartbeat(drafter_id="d", serving="v0", is_new=True))
     assert await scene.replica._desk.texts("d", timeout_s=0.05) is None

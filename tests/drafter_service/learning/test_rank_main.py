@@ -21,6 +21,7 @@ from outrider.drafter_service.learning.messages import (
     FROM_LEARNER,
     Action,
     Ask,
+    Heartbeat,
     LearnerReady,
     LearnerSettings,
     LearnerSettingsChange,
@@ -28,7 +29,6 @@ from outrider.drafter_service.learning.messages import (
     Phase,
     Reward,
     Texts,
-    Visit,
 )
 from outrider.drafter_service.learning.rank_main import UPDATE_INTERVAL_S, LearnerLoop, build_learner
 from outrider.drafter_service.service.speculative_config import (
@@ -100,62 +100,62 @@ def learning(spec):
 
 def test_from_samples_to_a_version_that_serves_and_back(root, tmp_path):
     settings = LearnerSettings(num_steps=3, min_samples=8)
-    spec = learner_spec(root, tmp_path / "shelf", settings=settings)
+    spec = learner_spec(root, tmp_path / "registry", settings=settings)
     with learning(spec) as shell:
         assert shell.ready == LearnerReady(serving=FIRST_VERSION)
         samples = tuple(samples_for(spec.drafter, count=20))
         shell.say(Reward(request_id=samples[0].request_id, reward=float("nan")))  # is left out
-        shell.say(Visit(drafter_id="d", serving="v0", is_new=True, samples=samples, num_dropped=2))
+        shell.say(Heartbeat(drafter_id="d", serving="v0", is_new=True, samples=samples, num_dropped=2))
         trial = shell.until(lambda update: update.status.phase is Phase.TRIAL)
         status = trial.status
         assert (status.pool, status.num_samples, status.num_seen, status.num_dropped) == ("main", 20, 20, 2)
         assert (status.num_steps, status.num_candidates) == (3, 1)
         assert (status.train_s > 0, status.loss is not None) == (True, True)
-        assert (trial.orders.serving, trial.orders.shadow.name) == (FIRST_VERSION, "v1")
-        assert Path(trial.orders.shadow.folder, "config.json").exists()
+        assert (trial.desired.serving, trial.desired.shadow.name) == (FIRST_VERSION, "v1")
+        assert Path(trial.desired.shadow.folder, "config.json").exists()
         counts = TrialCounts(
             serving="v0", shadow="v1", num_rounds=64, serving_score=64.0, shadow_score=128.0, squared_difference=80.0
         )
-        shell.say(Visit(drafter_id="d", serving="v0", trial=counts))
-        watch = shell.until(lambda update: update.orders.serving.name == "v1")
-        assert (watch.orders.shadow, watch.status.phase) == (FIRST_VERSION, Phase.WATCH)
+        shell.say(Heartbeat(drafter_id="d", serving="v0", trial=counts))
+        watch = shell.until(lambda update: update.desired.serving.name == "v1")
+        assert (watch.desired.shadow, watch.status.phase) == (FIRST_VERSION, Phase.WATCH)
         worse = TrialCounts(
             serving="v1", shadow="v0", num_rounds=16, serving_score=0.0, shadow_score=32.0, squared_difference=64.0
         )
-        shell.say(Visit(drafter_id="d", serving="v1", trial=worse))
-        back = shell.until(lambda update: update.orders.serving == FIRST_VERSION)
+        shell.say(Heartbeat(drafter_id="d", serving="v1", trial=worse))
+        back = shell.until(lambda update: update.desired.serving == FIRST_VERSION)
         assert back.status.num_rolled_back == 1
         assert not any(update.texts for update in shell.updates), "heads are brought no texts"
     assert shell.ranks.processes[0].exitcode == 0
 
 
 def test_operators_are_answered_and_settings_change(root, tmp_path):
-    spec = learner_spec(root, tmp_path / "shelf")
+    spec = learner_spec(root, tmp_path / "registry")
     with learning(spec) as shell:
         shell.say(LearnerSettingsChange(settings=LearnerSettings(sample_share=0.5)))
-        shell.until(lambda update: update.orders.sample_share == 0.5)
+        shell.until(lambda update: update.desired.sample_share == 0.5)
         shell.say(Ask(call_id="p", action=Action.PUBLISH, folder=spec.drafter.model.path))
         update = shell.until(lambda update: update.answers)
         assert [(answer.call_id, answer.text) for answer in update.answers] == [("p", "v1 serves, and is watched")]
-        assert update.orders.serving.name == "v1"
+        assert update.desired.serving.name == "v1"
         shell.say(Ask(call_id="e", action=Action.EXPORT, folder="out"))
         assert shell.until(lambda update: update.answers).answers[0].error is None
-        assert (tmp_path / "shelf" / "exports" / "out" / "config.json").exists()
-        with pytest.raises(ValueError, match="is another learner's"), own_folder(tmp_path / "shelf", patience_s=0.0):
+        assert (tmp_path / "registry" / "exports" / "out" / "config.json").exists()
+        with pytest.raises(ValueError, match="is another learner's"), own_folder(tmp_path / "registry", patience_s=0.0):
             raise AssertionError("a second learner has it")
         shell.say(Ask(call_id="r", action=Action.ROLLBACK))
-        assert shell.until(lambda update: update.answers).orders.serving == FIRST_VERSION
-    with learning(spec) as shell:  # the shelf is what a new process begins with
+        assert shell.until(lambda update: update.answers).desired.serving == FIRST_VERSION
+    with learning(spec) as shell:  # the registry is what a new process begins with
         assert shell.ready.serving == FIRST_VERSION
         record = shell.until(lambda update: update.status.versions).status.versions[-1]
         assert (record.name, record.fate) == ("v1", "rolled back: by hand")
 
 
 def test_a_pool_that_looks_tokens_up_brings_texts(root, tmp_path):
-    spec = learner_spec(root, tmp_path / "shelf", Method.SUFFIX)
+    spec = learner_spec(root, tmp_path / "registry", Method.SUFFIX)
     with learning(spec) as shell:
-        shell.say(Visit(drafter_id="d", serving="v0", samples=(sample("a"),)))
-        shell.say(Visit(drafter_id="e", serving="v0", is_new=True))
+        shell.say(Heartbeat(drafter_id="d", serving="v0", samples=(sample("a"),)))
+        shell.say(Heartbeat(drafter_id="e", serving="v0", is_new=True))
         assert shell.until(lambda update: update.texts).texts == (Texts(drafter_id="e", samples=(sample("a"),)),)
 
 
@@ -174,7 +174,7 @@ def test_it_ends_with_a_shell_that_was_killed(root, tmp_path):
         if __name__ == "__main__":
             root, folder = Path(sys.argv[1]), Path(sys.argv[2])
             drafter = spec_of(root / "target", root / "first medusa", Method.MEDUSA)
-            spec = LearnerSpec(drafter=drafter, pool="main", folder=str(folder / "shelf"), export_root="")
+            spec = LearnerSpec(drafter=drafter, pool="main", folder=str(folder / "registry"), export_root="")
             rank = RankSpec(rank=0, size=1, folder=folder)
             with PipeListener(rank.shell_address) as listener:
                 pid = os.fork()

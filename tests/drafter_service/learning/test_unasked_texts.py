@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from fakes.engine_bench import EngineBench, greedy_tokens, make_request
-from outrider.cluster.replicas.learner_visits import LearnerVisits
+from outrider.cluster.replicas.learner_heartbeats import LearnerHeartbeats
 from outrider.drafter_service.engine.learning_messages import SetLearning
 from outrider.drafter_service.engine.messages import DrafterUpdate
 from outrider.drafter_service.learning.learner import Learner
-from outrider.drafter_service.learning.messages import LearnerSettings, Orders, Visit
+from outrider.drafter_service.learning.messages import DesiredState, Heartbeat, LearnerSettings
 from outrider.drafter_service.learning.reservoir import Reservoir
-from outrider.drafter_service.learning.shelf import Shelf
+from outrider.drafter_service.learning.version_registry import VersionRegistry
 from outrider.drafter_service.observing.engine_learning import EngineLearning
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DraftNeeds
@@ -47,20 +47,22 @@ class Pool:
         self.bench = EngineBench(drafts=drafts, needs=needs, pricing=NothingPays())
         self.learner = Learner(
             pool="p",
-            shelf=Shelf(folder, ""),
+            registry=VersionRegistry(folder, ""),
             reservoir=Reservoir(1 << 20),
-            study=None,
+            training=None,
             settings=LearnerSettings(),
             brings_texts=False,
             clock=lambda: 0.0,
             cpu_clock=lambda: 0.0,
             export_root=folder,
         )
-        self.visits = LearnerVisits("d", own_folder="", visit=self.visit, control=self.control, clock=lambda: 0.0)
+        self.heartbeats = LearnerHeartbeats(
+            "d", own_folder="", heartbeat=self.heartbeat, control=self.control, clock=lambda: 0.0
+        )
 
-    async def visit(self, visit: Visit) -> Orders:
-        self.learner.visit(visit)
-        return self.learner.orders
+    async def heartbeat(self, heartbeat: Heartbeat) -> DesiredState:
+        self.learner.heartbeat(heartbeat)
+        return self.learner.desired
 
     async def control(self, message: object) -> ControlResult:
         assert isinstance(message, SetLearning)
@@ -68,7 +70,7 @@ class Pool:
         return ControlResult(call_id=message.call_id)
 
     async def serve(self, *, may_learn: bool) -> None:
-        await self.visits.visit_once()  # the learner asks for samples
+        await self.heartbeats.heartbeat_once()  # the learner asks for samples
         for index in range(NUM_REQUESTS):
             request = make_request(
                 f"r{index}", prompt=(5, 9, index), draft_length=3, drafter_id=LOCAL_DRAFTER_ID, max_tokens=NUM_TOKENS
@@ -78,8 +80,8 @@ class Pool:
         self.bench.step()  # the drafter hears of the last ones
         samples, num_dropped = self.learning.take_samples()
         assert not num_dropped
-        self.visits.take(DrafterUpdate(samples=tuple(samples)))
-        await self.visits.visit_once()
+        self.heartbeats.take(DrafterUpdate(samples=tuple(samples)))
+        await self.heartbeats.heartbeat_once()
 
 
 NEEDS = [DraftNeeds(), DraftNeeds(taps=(0,)), DraftNeeds(taps=(-1,), last_state_only=True)]
@@ -87,7 +89,7 @@ NEEDS = [DraftNeeds(), DraftNeeds(taps=(0,)), DraftNeeds(taps=(-1,), last_state_
 
 @pytest.mark.parametrize("needs", NEEDS, ids=["text", "states", "last_states"])
 async def test_samples_of_every_request_arrive_though_no_draft_pays(tmp_path: Path, needs: DraftNeeds):
-    pool = Pool(tmp_path / "shelf", needs)
+    pool = Pool(tmp_path / "registry", needs)
     await pool.serve(may_learn=True)
     assert pool.drafter.counters.num_drafts == 0, "nothing was drafted"
     assert pool.learner.status.num_seen == NUM_REQUESTS
@@ -99,7 +101,7 @@ async def test_samples_of_every_request_arrive_though_no_draft_pays(tmp_path: Pa
 
 
 async def test_what_must_not_be_learnt_from_does_not_leave_the_verifier(tmp_path: Path):
-    pool = Pool(tmp_path / "shelf", DraftNeeds(taps=(0,)))
+    pool = Pool(tmp_path / "registry", DraftNeeds(taps=(0,)))
     await pool.serve(may_learn=False)
     assert pool.learner.status.num_seen == 0
     assert len(pool.drafter._sessions) == 0

@@ -30,7 +30,7 @@ class FixedTeacher:
         )
 
 
-def pupil_of(*positions, vocab_ids=None):
+def student_of(*positions, vocab_ids=None):
     logits = [torch.tensor(rows).log()[None] for rows in positions]
     return SimpleNamespace(
         teacher=FixedTeacher(), position_logits=lambda lesson: logits, vocab_ids=vocab_ids, num_positions=len(logits)
@@ -46,7 +46,7 @@ WINDOWS = windows_of(True, True, True, True, True)
 
 def test_agreement_chains_and_shared_mass_by_hand():
     figures = measure_acceptance(
-        pupil_of(
+        student_of(
             # roots 0, 1, 2 against the target's rows 1, 2, 3, then 2, 3, 4
             [[0.0, 0, 0.75, 0.25], [0, 0, 0, 1], [0.4, 0.6, 0, 0]],
             [[0.0, 0, 0.5, 0.5], [1, 0, 0, 0], [0.8, 0.2, 0, 0]],
@@ -67,7 +67,7 @@ def test_agreement_chains_and_shared_mass_by_hand():
 def test_a_reduced_vocabulary_is_read_in_the_targets_ids():
     # draft ids 0, 1 are the target's 3, 0
     rows = [[0.0, 1], [1, 0], [0.1, 0.9]]
-    figures = measure_acceptance(pupil_of(rows, vocab_ids=torch.tensor([3, 0])), WINDOWS)
+    figures = measure_acceptance(student_of(rows, vocab_ids=torch.tensor([3, 0])), WINDOWS)
     (only,) = figures.positions
     assert only.greedy == pytest.approx(2 / 3)  # the target says 2, 3, 0; the draft 0, 3, 0
     assert only.rejection == pytest.approx((0 + 1 + 0.9) / 3)
@@ -75,24 +75,24 @@ def test_a_reduced_vocabulary_is_read_in_the_targets_ids():
 
 def test_a_padded_vocabulary_is_cut_to_the_targets():
     rows = [[0.0, 0, 0.5, 0, 0.5], [0, 0, 0, 0.5, 0.5], [0.5, 0, 0, 0, 0.5]]
-    (only,) = measure_acceptance(pupil_of(rows), WINDOWS).positions
+    (only,) = measure_acceptance(student_of(rows), WINDOWS).positions
     assert (only.greedy, only.rejection) == (1.0, pytest.approx(1.0))
 
 
 def test_the_figures_of_several_batches_are_pooled_over_roots():
-    pupil = pupil_of([[0.0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
-    assert measure_acceptance(pupil, WINDOWS * 2).num_roots == 6
-    assert measure_acceptance(pupil, WINDOWS * 2).positions == measure_acceptance(pupil, WINDOWS).positions
+    student = student_of([[0.0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
+    assert measure_acceptance(student, WINDOWS * 2).num_roots == 6
+    assert measure_acceptance(student, WINDOWS * 2).positions == measure_acceptance(student, WINDOWS).positions
 
 
 def test_roots_whose_drafts_reach_into_a_prompt_do_not_count():
-    pupil = pupil_of(
+    student = student_of(
         [[0.0, 0, 1, 0], [0, 0, 0, 1], [0, 1, 0, 0]],  # right, right, wrong against rows 1, 2, 3
         [[0.0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 0, 0]],
     )
     # root 0 drafts tokens 2 and 3, root 1 tokens 3 and 4, root 2 tokens 4 and 5
-    figures = measure_acceptance(pupil, windows_of(False, False, False, True, True))
+    figures = measure_acceptance(student, windows_of(False, False, False, True, True))
     assert figures.num_roots == 2
     assert figures.positions[0].greedy == pytest.approx(1 / 2)
     with pytest.raises(ValueError, match="--held-out: no answer"):
-        measure_acceptance(pupil, windows_of(True, True, True, False, False))
+        measure_acceptance(student, windows_of(True, True, True, False, False))

@@ -26,7 +26,7 @@ from outrider.drafter_service.training.distil import (
     pick_device,
     recipe_for,
 )
-from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
+from outrider.drafter_service.training.draft_model import DraftModelStudent, DraftShape
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
@@ -256,7 +256,7 @@ def test_a_draft_model_needs_the_targets_vocabulary():
     small = AutoModelForCausalLM.from_config(DraftShape(hidden_size=32).config_for(teacher))
     small.config.vocab_size = VOCAB_SIZE - 1
     with pytest.raises(ValueError, match=f"draft model: {VOCAB_SIZE - 1} tokens, the target has {VOCAB_SIZE}"):
-        DraftModelPupil(small, teacher, None)
+        DraftModelStudent(small, teacher, None)
 
 
 @pytest.mark.parametrize(("hidden_size", "head_dim"), [(8, 2), (32, 8), (128, 32), (512, 64)])

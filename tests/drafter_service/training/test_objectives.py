@@ -1,4 +1,4 @@
-"""The three losses by hand on three tokens, over whole laws and laws of a few tokens, and in every kind of pupil."""
+"""The three losses by hand on three tokens, over whole laws and laws of a few tokens, and in every kind of student."""
 
 import math
 from dataclasses import replace
@@ -10,10 +10,10 @@ from outrider.cluster.cli.train import OBJECTIVES
 from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.laws import DenseLaw, SparseLaw
 from outrider.drafter_service.training.objectives import Objective, draft_loss
-from outrider.drafter_service.training.pupil import num_roots
 from outrider.drafter_service.training.recipe import Recipe
+from outrider.drafter_service.training.student import num_roots
 from outrider.drafter_service.training.trainer import Budget, Trainer
-from tiny.training import make_corpus, make_tiny_pupil, options_for
+from tiny.training import make_corpus, make_tiny_student, options_for
 
 # one root: row 0 is of the last committed token, rows 1 to 3 are of the three draft positions
 TARGET = ((0.2, 0.3, 0.5), (0.5, 0.25, 0.25), (0.1, 0.6, 0.3), (0.3, 0.3, 0.4))
@@ -132,33 +132,33 @@ def test_a_root_that_goes_deeper_has_its_own_survival():
 
 @pytest.mark.parametrize("objective", Objective)
 @pytest.mark.parametrize("method", [method for method in TRAINED if method != "draft-model"])
-def test_every_pupil_of_several_positions_lowers_what_it_is_told_to(method, objective):
-    pupil = make_tiny_pupil(method)
-    lesson = pupil.teacher.lesson(make_corpus().training.batch(0, rows=2, window=12, seed=0).token_ids)
+def test_every_student_of_several_positions_lowers_what_it_is_told_to(method, objective):
+    student = make_tiny_student(method)
+    lesson = student.teacher.lesson(make_corpus().training.batch(0, rows=2, window=12, seed=0).token_ids)
     torch.manual_seed(4)
-    loss = pupil.loss(lesson, objective)
-    rows = pupil.position_logits(lesson)
+    loss = student.loss(lesson, objective)
+    rows = student.position_logits(lesson)
     torch.manual_seed(4)
-    count = num_roots(lesson, pupil.num_positions)
+    count = num_roots(lesson, student.num_positions)
     if method == "tidar":  # its own next token is the first of its positions
-        rows = pupil._guess(lesson, range(num_roots(lesson, pupil.num_positions + 1)))
+        rows = student._guess(lesson, range(num_roots(lesson, student.num_positions + 1)))
     deep = torch.randperm(count)[: count // 4].sort().values if method in ("eagle", "eagle3", "mtp") else None
     if deep is not None:
         rows = [rows[0], *(part[:, deep] for part in rows[1:])]
-    expected = draft_loss(rows, lesson.law(pupil.vocab_ids), objective, deep=deep)
+    expected = draft_loss(rows, lesson.law(student.vocab_ids), objective, deep=deep)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
-    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in pupil.module.parameters())
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in student.module.parameters())
 
 
 def test_a_draft_model_learns_rows_and_its_total_variation(tmp_path):
-    pupil = make_tiny_pupil("draft-model")
-    lesson = pupil.teacher.lesson(make_corpus().training.batch(0, rows=2, window=12, seed=0).token_ids)
-    logits = pupil.position_logits(lesson)[0][:, :, : pupil.teacher.vocab_size]
+    student = make_tiny_student("draft-model")
+    lesson = student.teacher.lesson(make_corpus().training.batch(0, rows=2, window=12, seed=0).token_ids)
+    logits = student.position_logits(lesson)[0][:, :, : student.teacher.vocab_size]
     shared = torch.minimum(logits.softmax(-1), lesson.logits()[:, 1 : 1 + logits.shape[1]].softmax(-1)).sum(-1)
     ours = lesson.law(None).beside(logits, 1).shared_mass()
     assert torch.allclose(ours, shared, atol=1e-6)
-    assert 0 < pupil.loss(lesson, Objective.TV).item() < 1
+    assert 0 < student.loss(lesson, Objective.TV).item() < 1
     for options in (options_for("draft-model", tmp_path), replace(options_for("medusa", tmp_path), num_positions=1)):
         with pytest.raises(ValueError, match=rf"^objective: streak .* this {options.method} learns one position"):
             replace(options, objective=Objective.STREAK)
@@ -167,7 +167,7 @@ def test_a_draft_model_learns_rows_and_its_total_variation(tmp_path):
 @pytest.mark.parametrize("objective", Objective)
 def test_a_run_lowers_the_objective_it_was_given(objective, tmp_path):
     trainer = Trainer(
-        pupil=make_tiny_pupil("medusa"),
+        student=make_tiny_student("medusa"),
         stream=make_corpus().training,
         recipe=replace(Recipe(minutes=math.inf), warm_up_steps=2),
         budget=Budget(num_steps=1),
@@ -177,6 +177,6 @@ def test_a_run_lowers_the_objective_it_was_given(objective, tmp_path):
     )
     phase = trainer.recipe.phase(0.0)
     windows = trainer.stream.batch(0, rows=phase.rows, window=phase.window, seed=0)
-    expected = trainer.pupil.loss(trainer.pupil.teacher.lesson(windows.token_ids), objective).item()
+    expected = trainer.student.loss(trainer.student.teacher.lesson(windows.token_ids), objective).item()
     (report,) = trainer.train(resume=False)
     assert report.loss == pytest.approx(expected, rel=0.02)  # a run may multiply in bfloat16

@@ -8,15 +8,15 @@ import torch
 
 from outrider.drafter_service.service.methods import TRAINED
 from outrider.drafter_service.training.recipe import Phase, Progress, Recipe
-from outrider.drafter_service.training.trainer import Budget, PupilOptimizers, Trainer
-from tiny.training import make_corpus, make_tiny_pupil
+from outrider.drafter_service.training.trainer import Budget, StudentOptimizers, Trainer
+from tiny.training import make_corpus, make_tiny_student
 
 RECIPE = Recipe(minutes=math.inf, warm_up_steps=2, phases=(Phase(until=1.0, rows=4, window=16),))
 
 
 def trainer_of(method, folder, *, num_steps, **changes):
     trainer = Trainer(
-        pupil=make_tiny_pupil(method),
+        student=make_tiny_student(method),
         stream=make_corpus().training,
         recipe=RECIPE,
         budget=Budget(num_steps=num_steps),
@@ -27,16 +27,16 @@ def trainer_of(method, folder, *, num_steps, **changes):
 
 
 def trained(trainer):
-    return {name: p.detach().clone() for name, p in trainer.pupil.module.named_parameters() if p.requires_grad}
+    return {name: p.detach().clone() for name, p in trainer.student.module.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_the_loss_falls_on_text_that_is_not_learnt_from(method, tmp_path):
     trainer = trainer_of(method, tmp_path, num_steps=20)
-    lesson = trainer.pupil.teacher.lesson(make_corpus().held_out.windows(16, limit=50).token_ids)
-    before = trainer.pupil.loss(lesson).item()
+    lesson = trainer.student.teacher.lesson(make_corpus().held_out.windows(16, limit=50).token_ids)
+    before = trainer.student.loss(lesson).item()
     assert len(list(trainer.train(resume=False))) == 20
-    after = trainer.pupil.loss(lesson).item()
+    after = trainer.student.loss(lesson).item()
     assert after < 0.97 * before
 
 
@@ -89,18 +89,18 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(tmp_path, settings):
 
 def test_what_is_frozen_stays_and_what_is_trained_moves(tmp_path):
     trainer = trainer_of("eagle3", tmp_path, num_steps=3)
-    before = {name: p.detach().clone() for name, p in trainer.pupil.module.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.student.module.named_parameters()}
     list(trainer.train(resume=False))
-    same = {name for name, p in trainer.pupil.module.named_parameters() if torch.equal(p, before[name])}
+    same = {name for name, p in trainer.student.module.named_parameters() if torch.equal(p, before[name])}
     assert same == {"embed_tokens.weight"}
     state = torch.load(trainer.checkpoint, weights_only=True)
     assert "embed_tokens.weight" not in state["trained"]
 
 
 def test_output_embeddings_and_norms_are_the_second_optimizers():
-    pupil = make_tiny_pupil("eagle3")
-    muon, adamw = PupilOptimizers(pupil.module, RECIPE).optimizers
-    names = {p: name for name, p in pupil.module.named_parameters()}
+    student = make_tiny_student("eagle3")
+    muon, adamw = StudentOptimizers(student.module, RECIPE).optimizers
+    names = {p: name for name, p in student.module.named_parameters()}
     of_adamw = {names[p] for group in adamw.param_groups for p in group["params"]}
     assert {"lm_head.weight", "norm.weight", "midlayer.hidden_norm.weight"} <= of_adamw
     of_muon = {names[p] for group in muon.param_groups for p in group["params"]}
@@ -110,9 +110,9 @@ def test_output_embeddings_and_norms_are_the_second_optimizers():
 
 
 def test_the_tables_of_a_speculator_are_the_second_optimizers_too():
-    pupil = make_tiny_pupil("mlp-speculator")
-    muon, _ = PupilOptimizers(pupil.module, RECIPE).optimizers
-    names = {p: name for name, p in pupil.module.named_parameters()}
+    student = make_tiny_student("mlp-speculator")
+    muon, _ = StudentOptimizers(student.module, RECIPE).optimizers
+    names = {p: name for name, p in student.module.named_parameters()}
     assert {names[p] for group in muon.param_groups for p in group["params"]} == {"proj.0.weight", "proj.1.weight"}
 
 

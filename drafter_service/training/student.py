@@ -1,7 +1,7 @@
 """The drafter in training: one protocol for draft models and heads, so that one loop trains and evaluates all.
 
 Root s of a window is a draft that begins with the target's states of tokens 0..s, and token s+1 as the last committed
-one. Every served drafter starts like this, so that the pupil's rows are the same:
+one. Every served drafter starts like this, so that the student's rows are the same:
 
     tokens   0 .. s │ s+1 │ s+2  s+3 ..
     states   given  │  -  │  the draft: position k proposes token s+2+k
@@ -48,12 +48,12 @@ class Student(Protocol):
         """Write its public format."""
 
 
-class Pupil(Student, Protocol):
+class TaughtStudent(Student, Protocol):
     """A drafter with a live target that teaches it."""
 
     @property
     def teacher(self) -> Teacher:
-        """The target, with the pupil's taps."""
+        """The target, with the student's taps."""
 
 
 def num_roots(lesson: Lesson, num_positions: int) -> int:

@@ -24,14 +24,14 @@ from outrider.drafter_service.learning.messages import FIRST_VERSION, DrafterVer
 from outrider.verifier_service.folders import sync
 
 NUM_KEPT = 3  # versions that served, beside the pool's own
-MAX_FATES = 32  # versions that status tells of
+MAX_VERSIONS = 32  # versions that status tells of
 STATE_NAME, VERSIONS_NAME = "state.json", "versions"
 READ_BYTES = 1 << 24
 CANDIDATE, SERVES = "candidate", "serves"
 
 
 @dataclass(slots=True)
-class ShelfState:
+class RegistryState:
     """What the state file holds."""
 
     line: list[str] = field(default_factory=lambda: [FIRST_VERSION.name])  # each replaced the one before; last serves
@@ -43,7 +43,7 @@ class ShelfState:
     origin: str = ""  # digest of the weights that the pool started with
 
 
-class Shelf:
+class VersionRegistry:
     """The versions in one folder, which no other process uses: see `own_folder`."""
 
     def __init__(self, folder: Path, origin: str = "") -> None:
@@ -151,7 +151,7 @@ class Shelf:
         self._save()
 
     def _save(self) -> None:
-        for name in list(self._state.fates)[:-MAX_FATES]:
+        for name in list(self._state.fates)[:-MAX_VERSIONS]:
             if name not in self._state.line:
                 del self._state.fates[name]
                 self._state.dates.pop(name, None)
@@ -180,12 +180,12 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> ShelfState:
+def _read(path: Path) -> RegistryState:
     if not path.exists():
-        return ShelfState()
+        return RegistryState()
     try:
         found: Any = json.loads(path.read_text())
-        state = ShelfState(**found)
+        state = RegistryState(**found)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: not a learner's state: {error}") from error
     missing = [name for name in state.line[1:] if not (path.parent / VERSIONS_NAME / name).is_dir()]

@@ -1,4 +1,4 @@
-"""A drafter's visits: what it brings, what it does of what it is told, and that a learner can do it no harm."""
+"""A drafter's heartbeats: what it brings, what it does of what it is told, and that a learner can do it no harm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from outrider.cluster.common.reports import NoAnswerError
-from outrider.cluster.replicas import learner_visits
+from outrider.cluster.replicas import learner_heartbeats
 from outrider.cluster.replicas.desired_state import FIRST_RETRY_S
-from outrider.cluster.replicas.learner_visits import LearnerVisits, Outbox, ToEngine
+from outrider.cluster.replicas.learner_heartbeats import LearnerHeartbeats, Outbox, ToEngine
 from outrider.drafter_service.engine.learning_messages import (
     ServedSample,
     SetLearning,
@@ -22,7 +22,7 @@ from outrider.drafter_service.engine.learning_messages import (
     VersionCounts,
 )
 from outrider.drafter_service.engine.messages import DrafterUpdate
-from outrider.drafter_service.learning.messages import DrafterVersion, Orders, Texts, Visit
+from outrider.drafter_service.learning.messages import DesiredState, DrafterVersion, Heartbeat, Texts
 from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
 
 V1 = DrafterVersion(name="v1", folder="/learner/v1")
@@ -39,28 +39,28 @@ class Scene:
     """A drafter between a learner and an engine that the test plays."""
 
     def __init__(self, *, looks_up: bool = False, outbox: Outbox | None = None) -> None:
-        self.orders: Orders | None = Orders()  # None: it has not started
+        self.desired: DesiredState | None = DesiredState()  # None: it has not started
         self.is_dead = False
-        self.visits: list[Visit] = []
+        self.heartbeats: list[Heartbeat] = []
         self.sent: list[ToEngine] = []
         self.refuse: Callable[[ToEngine], str | None] = lambda message: None
         self.texts: Texts | None = None
         self.now_s = 0.0
-        self.drafter = LearnerVisits(
+        self.drafter = LearnerHeartbeats(
             "d",
             own_folder=OWN_FOLDER,
-            visit=self._visit,
+            heartbeat=self._heartbeat,
             texts=self._texts if looks_up else None,
             control=self._control,
             clock=lambda: self.now_s,
             outbox=outbox,
         )
 
-    async def _visit(self, visit: Visit) -> Orders | None:
-        self.visits.append(visit)
+    async def _heartbeat(self, heartbeat: Heartbeat) -> DesiredState | None:
+        self.heartbeats.append(heartbeat)
         if self.is_dead:
             raise NoAnswerError("TimeoutError: ")
-        return self.orders
+        return self.desired
 
     async def _texts(self, drafter_id: str) -> Texts | None:
         assert drafter_id == "d"
@@ -70,11 +70,11 @@ class Scene:
         self.sent.append(message)
         return ControlResult(call_id=message.call_id, error=self.refuse(message))
 
-    async def visit(self, **orders: Any) -> Visit:
-        """Have the drafter visit; return what it brought."""
-        self.orders = None if self.orders is None else replace(self.orders, **orders)
-        await self.drafter.visit_once()
-        return self.visits[-1]
+    async def heartbeat(self, **desired: Any) -> Heartbeat:
+        """Have the drafter heartbeat; return what it brought."""
+        self.desired = None if self.desired is None else replace(self.desired, **desired)
+        await self.drafter.heartbeat_once()
+        return self.heartbeats[-1]
 
     def take(self, *samples: ServedSample, **fields: Any) -> None:
         self.drafter.take(DrafterUpdate(samples=samples, **fields))
@@ -89,29 +89,29 @@ class Scene:
         return [replace(message, call_id="") for message in self.sent if isinstance(message, SetLearning)]
 
 
-async def test_a_visit_brings_what_the_engine_said_and_samples_once():
+async def test_a_heartbeat_brings_what_the_engine_said_and_samples_once():
     scene = Scene()
     versions = (VersionCounts(version="v0", num_rounds=3),)
     scene.take(sample(), sample("h/0/id/with/slashes-1"), trial=TRIAL, versions=versions, shadow_error="no")
-    first = await scene.visit()
+    first = await scene.heartbeat()
     assert (first.drafter_id, first.serving, first.is_new, first.num_dropped) == ("d", "v0", True, 0)
     assert [each.request_id for each in first.samples] == ["cmpl-1", "id/with/slashes-1"], "as the client knows them"
     assert (first.trial, first.versions, first.shadow_error) == (TRIAL, versions, "no")
     scene.take(num_dropped_samples=2)  # an update without other news
-    second = await scene.visit()
+    second = await scene.heartbeat()
     assert (second.is_new, second.samples, second.num_dropped) == (False, (), 2)
     assert (second.trial, second.versions) == (TRIAL, versions), "counts are sums: they are said again"
 
 
 async def test_the_engine_is_told_only_what_changed():
     scene = Scene()
-    await scene.visit()
+    await scene.heartbeat()
     assert scene.sent == [], "the version and the settings that it started with"
-    await scene.visit(sample_share=0.5, max_sample_tokens=64)
-    await scene.visit()
+    await scene.heartbeat(sample_share=0.5, max_sample_tokens=64)
+    await scene.heartbeat()
     assert scene.told == [SetLearning(call_id="", sample_share=0.5, max_sample_tokens=64)]
-    await scene.visit(shadow=V1, shadow_share=0.25)
-    await scene.visit()
+    await scene.heartbeat(shadow=V1, shadow_share=0.25)
+    await scene.heartbeat()
     shadowed = SetLearning(
         call_id="",
         sample_share=0.5,
@@ -127,47 +127,47 @@ async def test_the_engine_is_told_only_what_changed():
 
 async def test_a_published_version_is_served_and_its_predecessor_may_be_the_one_it_began_with():
     scene = Scene()
-    await scene.visit(serving=V1, shadow=DrafterVersion(name="v0"), shadow_share=0.25)
+    await scene.heartbeat(serving=V1, shadow=DrafterVersion(name="v0"), shadow_share=0.25)
     assert scene.swaps == [(V1.folder, "v1")]
     assert [type(message) for message in scene.sent] == [UpdateDraftWeights, SetLearning]
     assert (scene.told[0].shadow_folder, scene.told[0].shadow_version) == (OWN_FOLDER, "v0")
-    assert (await scene.visit()).serving == "v1"
-    await scene.visit(serving=DrafterVersion(name="v0"), shadow=None)
+    assert (await scene.heartbeat()).serving == "v1"
+    await scene.heartbeat(serving=DrafterVersion(name="v0"), shadow=None)
     assert scene.swaps[1:] == [(OWN_FOLDER, "v0")], "rolled back"
     assert scene.told[-1].shadow_folder == ""
 
 
 async def test_counts_of_a_trial_end_with_it():
     scene = Scene()
-    await scene.visit(shadow=V1)
+    await scene.heartbeat(shadow=V1)
     scene.take(trial=TRIAL)
-    assert (await scene.visit()).trial == TRIAL
-    await scene.visit(shadow=V2)
-    assert (await scene.visit()).trial is None
+    assert (await scene.heartbeat()).trial == TRIAL
+    await scene.heartbeat(shadow=V2)
+    assert (await scene.heartbeat()).trial is None
 
 
 async def test_a_shadow_that_cannot_be_loaded_is_told_until_other_orders_come():
     scene = Scene()
     scene.refuse = lambda message: "another shape" if isinstance(message, SetLearning) else None
-    await scene.visit(shadow=V1)
-    told = await scene.visit()
+    await scene.heartbeat(shadow=V1)
+    told = await scene.heartbeat()
     assert (told.shadow_error, told.shadow) == ("another shape", "v1")
     assert len(scene.told) == 1, "it would be refused again"
     scene.refuse = lambda message: None
-    await scene.visit(shadow=None)
-    assert (await scene.visit()).shadow_error == ""
+    await scene.heartbeat(shadow=None)
+    assert (await scene.heartbeat()).shadow_error == ""
 
 
 async def test_refused_weights_are_told_and_the_version_before_is_loaded_anew():
     """After some kinds of errors the engine has a part of either."""
     scene = Scene()
     scene.refuse = lambda message: "cut off" if getattr(message, "folder", "") == V1.folder else None
-    await scene.visit(serving=V1)
-    told = await scene.visit()
+    await scene.heartbeat(serving=V1)
+    told = await scene.heartbeat()
     assert (told.serving, told.serving_error, told.wanted) == ("v0", "cut off", "v1")
-    await scene.visit(serving=DrafterVersion(name="v0"))
+    await scene.heartbeat(serving=DrafterVersion(name="v0"))
     assert scene.swaps == [(V1.folder, "v1"), (OWN_FOLDER, "v0")]
-    whole = await scene.visit()
+    whole = await scene.heartbeat()
     assert (whole.serving, whole.serving_error, whole.wanted) == ("v0", "", "")
     assert len(scene.swaps) == 2
 
@@ -175,20 +175,20 @@ async def test_refused_weights_are_told_and_the_version_before_is_loaded_anew():
 async def test_refused_weights_that_are_still_ordered_are_tried_again_ever_more_seldom():
     scene = Scene()
     scene.refuse = lambda message: "no such folder"
-    scene.orders = Orders(serving=V1)
+    scene.desired = DesiredState(serving=V1)
     times = []
     for _ in range(200):
         before = len(scene.swaps)
-        await scene.drafter.visit_once()
+        await scene.drafter.heartbeat_once()
         times += [scene.now_s] * (len(scene.swaps) - before)
         scene.now_s += 1.0
     assert times == [0.0, FIRST_RETRY_S, 6.0, 14.0, 30.0, 62.0, 122.0, 182.0]
-    await scene.visit(serving=V2)
+    await scene.heartbeat(serving=V2)
     assert scene.swaps[-1] == (V2.folder, "v2"), "another one at once"
     scene.refuse = lambda message: None
     scene.now_s += FIRST_RETRY_S
-    await scene.visit()
-    assert (await scene.visit()).serving == "v2"
+    await scene.heartbeat()
+    assert (await scene.heartbeat()).serving == "v2"
 
 
 async def test_a_swap_whose_end_was_not_awaited_is_done_again():
@@ -203,26 +203,26 @@ async def test_a_swap_whose_end_was_not_awaited_is_done_again():
     scene.drafter._weights._control = hang
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await scene.visit(serving=V1)
+            await scene.heartbeat(serving=V1)
     scene.drafter._weights._control = control
-    await scene.visit()
+    await scene.heartbeat()
     assert scene.swaps == [(V1.folder, "v1")] * 2
 
 
-async def test_a_learner_that_does_not_answer_is_said_once_and_loses_one_visits_samples(caplog: Any):
-    caplog.set_level(logging.WARNING, logger=learner_visits.__name__)
+async def test_a_learner_that_does_not_answer_is_said_once_and_loses_one_heartbeats_samples(caplog: Any):
+    caplog.set_level(logging.WARNING, logger=learner_heartbeats.__name__)
     scene = Scene()
     scene.is_dead = True
     scene.take(sample("a"), sample("b"))
-    assert len((await scene.visit()).samples) == 2
+    assert len((await scene.heartbeat()).samples) == 2
     scene.take(sample("c"))
     for _ in range(5):
-        assert (await scene.visit()).samples == (), "only asked: what is sent to the dead is lost"
+        assert (await scene.heartbeat()).samples == (), "only asked: what is sent to the dead is lost"
     assert len(caplog.records) == 1
     scene.is_dead = False
-    back = await scene.visit()
+    back = await scene.heartbeat()
     assert (back.is_new, back.samples, back.num_dropped) == (True, (), 2), "it has never answered"
-    last = await scene.visit()
+    last = await scene.heartbeat()
     assert ([each.request_id for each in last.samples], last.num_dropped, last.is_new) == (["c"], 0, False)
     assert len(caplog.records) == 2
     assert scene.sent == []
@@ -230,14 +230,14 @@ async def test_a_learner_that_does_not_answer_is_said_once_and_loses_one_visits_
 
 async def test_while_the_learner_starts_its_drafter_is_new_and_keeps_its_samples():
     scene = Scene()
-    scene.orders = None
-    await scene.visit()
+    scene.desired = None
+    await scene.heartbeat()
     scene.take(sample("a"))
-    assert (await scene.visit()).samples == ()
-    scene.orders = Orders(serving=V1)
-    assert (await scene.visit()).is_new
+    assert (await scene.heartbeat()).samples == ()
+    scene.desired = DesiredState(serving=V1)
+    assert (await scene.heartbeat()).is_new
     assert scene.swaps == [(V1.folder, "v1")]
-    assert [each.request_id for each in (await scene.visit()).samples] == ["a"]
+    assert [each.request_id for each in (await scene.heartbeat()).samples] == ["a"]
 
 
 async def test_an_engine_that_is_gone_is_its_replicas_matter():
@@ -247,26 +247,26 @@ async def test_an_engine_that_is_gone_is_its_replicas_matter():
         raise ConnectionError("the engine is gone")
 
     scene.refuse = gone
-    await scene.visit(serving=V1)
-    await scene.visit()
+    await scene.heartbeat(serving=V1)
+    await scene.heartbeat()
     assert len(scene.swaps) == 2
 
 
 async def test_a_new_drafter_that_looks_tokens_up_takes_the_pools_texts_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(learner_visits, "MAX_VISIT_BYTES", 100)
+    monkeypatch.setattr(learner_heartbeats, "MAX_HEARTBEAT_BYTES", 100)
     scene = Scene(looks_up=True)
     scene.texts = Texts(drafter_id="d", samples=tuple(sample(str(index)) for index in range(7)))
-    await scene.visit()
+    await scene.heartbeat()
     taken = [message for message in scene.sent if isinstance(message, TakeTexts)]
     assert [len(message.samples) for message in taken] == [3, 3, 1], "as many as a frame holds"
     assert [each.request_id for message in taken for each in message.samples] == [str(index) for index in range(7)]
-    await scene.visit()
+    await scene.heartbeat()
     assert len(scene.sent) == 3
 
 
 async def test_without_texts_a_look_up_begins_empty():
     scene = Scene(looks_up=True)
-    await scene.visit()
+    await scene.heartbeat()
     assert scene.sent == []
 
 
@@ -286,18 +286,18 @@ def test_an_outbox_holds_so_many_bytes_and_the_newest_samples():
 async def test_what_fits_no_outbox_is_counted():
     scene = Scene(outbox=Outbox(2 * sample().num_bytes))
     scene.take(*(sample(str(index)) for index in range(5)))
-    visit = await scene.visit()
-    assert (len(visit.samples), visit.num_dropped) == (2, 3)
-    assert (await scene.visit()).num_dropped == 0
+    heartbeat = await scene.heartbeat()
+    assert (len(heartbeat.samples), heartbeat.num_dropped) == (2, 3)
+    assert (await scene.heartbeat()).num_dropped == 0
 
 
-async def test_visits_come_about_once_a_second(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(learner_visits, "VISIT_INTERVAL_S", 0.01)
+async def test_heartbeats_come_about_once_a_second(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(learner_heartbeats, "HEARTBEAT_INTERVAL_S", 0.01)
     scene = Scene()
     scene.is_dead = True
     running = asyncio.ensure_future(scene.drafter.run())
     async with asyncio.timeout(10):
-        while len(scene.visits) < 3:
+        while len(scene.heartbeats) < 3:
             await asyncio.sleep(0.01)
     assert not running.done()
     running.cancel()

@@ -1,4 +1,4 @@
-"""A drafter's visits to its pool's learner: samples and counts go there, orders come back and are followed.
+"""A drafter's heartbeats to its learner: samples and counts go there, the desired state comes back and is followed.
 
 The drafter only pulls: one whose learner is dead or slow goes on with the weights that it has, and drops samples.
 """
@@ -24,14 +24,14 @@ from outrider.drafter_service.engine.learning_messages import (
     VersionCounts,
 )
 from outrider.drafter_service.engine.messages import DrafterUpdate
-from outrider.drafter_service.learning.messages import FIRST_VERSION, DrafterVersion, Orders, Texts, Visit
+from outrider.drafter_service.learning.messages import FIRST_VERSION, DesiredState, DrafterVersion, Heartbeat, Texts
 from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
 
 logger = logging.getLogger(__name__)
 
-VISIT_INTERVAL_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 5.0  # also how long a new drafter waits for the version to serve
-MAX_VISIT_BYTES = 8 << 20
+MAX_HEARTBEAT_BYTES = 8 << 20
 MAX_OUTBOX_BYTES = 64 << 20
 
 ToEngine = SetLearning | TakeTexts | UpdateDraftWeights
@@ -72,27 +72,27 @@ class Outbox:
         return sample
 
 
-class LearnerVisits:
-    """Brings samples and counts to the learner, and has the engine follow its orders."""
+class LearnerHeartbeats:
+    """Brings samples and counts to the learner, and has the engine follow the desired state."""
 
     def __init__(
         self,
         drafter_id: str,
         *,
         own_folder: str,
-        visit: Callable[[Visit], Awaitable[Orders | None]],
+        heartbeat: Callable[[Heartbeat], Awaitable[DesiredState | None]],
         control: Callable[[ToEngine], Awaitable[ControlResult]],
         clock: Callable[[], float],
         texts: Callable[[str], Awaitable[Texts | None]] | None = None,
         outbox: Outbox | None = None,
     ) -> None:
-        """`visit` and `texts` ask the learner, and raise `NoAnswerError`; None: it has not started.
+        """`heartbeat` and `texts` ask the learner, and raise `NoAnswerError`; None: it has not started.
 
         `own_folder`: of the weights that the drafter started with. `texts` is for drafters that look tokens up.
         `control` passes a message to the draft engine and raises `ConnectionError` if that is gone.
         """
         self._drafter_id = drafter_id
-        self._visit, self._texts, self._control = visit, texts, control
+        self._heartbeat, self._texts, self._control = heartbeat, texts, control
         self._outbox = outbox or Outbox()
         self._own_folder = own_folder
         self._weights = Reconciler(control, self._update_to, clock, FIRST_VERSION)
@@ -101,12 +101,12 @@ class LearnerVisits:
         self._trial: TrialCounts | None = None
         self._versions: tuple[VersionCounts, ...] = ()
         self._shadow_error = ""
-        self._num_dropped = 0  # by the engine, and with visits that were not answered
+        self._num_dropped = 0  # by the engine, and with heartbeats that were not answered
         self._is_new = True
         self._is_answered = True
 
     def take(self, update: DrafterUpdate) -> None:
-        """Keep what an update of the engine says until the next visit."""
+        """Keep what an update of the engine says until the next heartbeat."""
         self._outbox.put(replace(sample, request_id=client_id(sample.request_id)) for sample in update.samples)
         self._num_dropped += update.num_dropped_samples
         self._trial = update.trial or self._trial
@@ -114,35 +114,35 @@ class LearnerVisits:
         self._shadow_error = update.shadow_error or self._shadow_error
 
     async def run(self) -> None:
-        """Visit again and again."""
+        """Send heartbeats, one after the other."""
         while True:
-            await asyncio.sleep(VISIT_INTERVAL_S)
-            await self.visit_once()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await self.heartbeat_once()
 
-    async def visit_once(self) -> None:
-        """Visit and follow the orders. Raises nothing: without a learner, the drafter goes on as it is."""
-        visit = self._brought()
+    async def heartbeat_once(self) -> None:
+        """Send one, and follow the answer. Raises nothing: without a learner, the drafter goes on as it is."""
+        heartbeat = self._brought()
         try:
-            orders = await self._visit(visit)
+            desired = await self._heartbeat(heartbeat)
         except NoAnswerError as error:
-            self._on_no_answer(visit, str(error))
+            self._on_no_answer(heartbeat, str(error))
             return
-        if orders is None:
-            self._on_no_answer(visit, "it has not started")
+        if desired is None:
+            self._on_no_answer(heartbeat, "it has not started")
             return
         self._on_answer()
         try:
-            await self._follow(orders)
-            if visit.is_new and self._texts is not None:
+            await self._follow(desired)
+            if heartbeat.is_new and self._texts is not None:
                 await self._take_texts(self._texts)
         except (ConnectionError, NoAnswerError) as error:
-            logger.warning("the learner's orders were not followed: %s", error)
+            logger.warning("the learner's desired state was not reached: %s", error)
 
-    def _brought(self) -> Visit:
-        """Return the next visit; after one without an answer it brings no samples, but only asks."""
-        samples = self._outbox.take(MAX_VISIT_BYTES) if self._is_answered else ()
+    def _brought(self) -> Heartbeat:
+        """Return the next heartbeat; after one without an answer it brings no samples, but only asks."""
+        samples = self._outbox.take(MAX_HEARTBEAT_BYTES) if self._is_answered else ()
         refusal = self._weights.refusal
-        return Visit(
+        return Heartbeat(
             drafter_id=self._drafter_id,
             serving=self._serving.name,
             is_new=self._is_new,
@@ -156,8 +156,8 @@ class LearnerVisits:
             wanted="" if refusal is None else refusal.state.name,
         )
 
-    def _on_no_answer(self, visit: Visit, reason: str) -> None:
-        self._num_dropped += len(visit.samples)  # whether they arrived is not known: none is brought twice
+    def _on_no_answer(self, heartbeat: Heartbeat, reason: str) -> None:
+        self._num_dropped += len(heartbeat.samples)  # whether they arrived is not known: none is brought twice
         if self._is_answered:
             logger.warning("the learner does not answer, its drafter goes on as it is: %s", reason)
         self._is_answered = False
@@ -174,24 +174,24 @@ class LearnerVisits:
     def _update_to(self, version: DrafterVersion) -> UpdateDraftWeights:
         return UpdateDraftWeights(call_id="", folder=self._folder_of(version), weight_version=version.name)
 
-    async def _follow(self, orders: Orders) -> None:
-        await self._weights.bring_to(orders.serving)
+    async def _follow(self, desired: DesiredState) -> None:
+        await self._weights.bring_to(desired.serving)
         self._serving = self._weights.state or self._serving
-        shadow = orders.shadow
+        shadow = desired.shadow
         learning = SetLearning(
             call_id="",
-            sample_share=orders.sample_share,
-            max_sample_tokens=orders.max_sample_tokens,
+            sample_share=desired.sample_share,
+            max_sample_tokens=desired.max_sample_tokens,
             shadow_folder="" if shadow is None else self._folder_of(shadow),
             shadow_version="" if shadow is None else shadow.name,
-            shadow_share=0.0 if shadow is None else orders.shadow_share,
+            shadow_share=0.0 if shadow is None else desired.shadow_share,
         )
         if learning == self._learning:
             return
         if learning.shadow_version != self._learning.shadow_version:
             self._trial, self._shadow_error = None, ""
         result = await self._control(replace(learning, call_id=_new_id()))
-        self._learning = learning  # also if it was refused: the learner is told, and orders something else
+        self._learning = learning  # also if it was refused: the learner is told, and asks for something else
         self._shadow_error = result.error or self._shadow_error
 
     async def _take_texts(self, ask: Callable[[str], Awaitable[Texts | None]]) -> None:
@@ -207,7 +207,7 @@ def _parts(samples: Sequence[ServedSample]) -> Iterator[tuple[ServedSample, ...]
     """Yield samples in their order, so many that a frame holds them."""
     rest = Outbox()
     rest.put(samples)
-    while part := rest.take(MAX_VISIT_BYTES):
+    while part := rest.take(MAX_HEARTBEAT_BYTES):
         yield part
 
 

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from outrider.drafter_service.learning import shelf as module
+from outrider.drafter_service.learning import registry as module
 from outrider.drafter_service.learning.messages import FIRST_VERSION
-from outrider.drafter_service.learning.shelf import Shelf, digest_of
+from outrider.drafter_service.learning.version_registry import VersionRegistry, digest_of
 
 NUM_KILL_POINTS = 36  # changes of the disk in the test below
 
@@ -21,10 +21,10 @@ def write(folder):
     (folder / "weights").write_text("w")
 
 
-def published(shelf, count):
+def published(registry, count):
     for _ in range(count):
-        shelf.publish(shelf.add(write).name)
-        shelf.settle()
+        registry.publish(registry.add(write).name)
+        registry.settle()
 
 
 def names(folder):
@@ -32,32 +32,32 @@ def names(folder):
 
 
 def test_a_new_shelf_serves_what_the_pool_started_with(tmp_path):
-    shelf = Shelf(tmp_path / "pool")
-    assert (shelf.serving, shelf.predecessor, shelf.is_watched) == (FIRST_VERSION, None, False)
-    assert shelf.fates == {"v0": "serves"}
+    registry = VersionRegistry(tmp_path / "pool")
+    assert (registry.serving, registry.predecessor, registry.is_watched) == (FIRST_VERSION, None, False)
+    assert registry.fates == {"v0": "serves"}
     with pytest.raises(ValueError, match="there is none before it"):
-        shelf.roll_back("by hand")
+        registry.roll_back("by hand")
 
 
 def test_a_version_is_published_settled_and_rolled_back(tmp_path):
-    shelf = Shelf(tmp_path)
-    version = shelf.add(write)
+    registry = VersionRegistry(tmp_path)
+    version = registry.add(write)
     assert (version.name, version.folder) == ("v1", str(tmp_path / "versions" / "v1"))
-    assert shelf.serving == FIRST_VERSION
-    shelf.publish("v1")
-    assert (shelf.serving, shelf.predecessor, shelf.is_watched) == (version, FIRST_VERSION, True)
-    shelf.settle()
-    assert not Shelf(tmp_path).is_watched
-    shelf.roll_back("rolled back: worse")
-    for again in (shelf, Shelf(tmp_path)):
+    assert registry.serving == FIRST_VERSION
+    registry.publish("v1")
+    assert (registry.serving, registry.predecessor, registry.is_watched) == (version, FIRST_VERSION, True)
+    registry.settle()
+    assert not VersionRegistry(tmp_path).is_watched
+    registry.roll_back("rolled back: worse")
+    for again in (registry, VersionRegistry(tmp_path)):
         assert (again.serving, again.is_watched) == (FIRST_VERSION, False)
         assert again.fates == {"v0": "serves", "v1": "rolled back: worse"}
     assert names(tmp_path) == []
 
 
 def test_names_are_never_given_again(tmp_path):
-    shelf = Shelf(tmp_path)
-    shelf.refuse(shelf.add(write).name, "refused: worse")
+    registry = VersionRegistry(tmp_path)
+    registry.refuse(registry.add(write).name, "refused: worse")
     assert names(tmp_path) == []
 
     def fail(folder):
@@ -65,33 +65,33 @@ def test_names_are_never_given_again(tmp_path):
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        shelf.add(fail)
+        registry.add(fail)
     assert names(tmp_path) == []
-    assert Shelf(tmp_path).add(write).name == "v3"
+    assert VersionRegistry(tmp_path).add(write).name == "v3"
 
 
 def test_the_last_three_that_served_and_a_candidate_are_kept(tmp_path):
-    shelf = Shelf(tmp_path)
-    published(shelf, 5)
-    shelf.add(write)
+    registry = VersionRegistry(tmp_path)
+    published(registry, 5)
+    registry.add(write)
     assert names(tmp_path) == ["v3", "v4", "v5", "v6"]
-    assert shelf.fates["v2"] == "replaced by v3"
+    assert registry.fates["v2"] == "replaced by v3"
     for expected in ("v4", "v3", "v0"):
-        shelf.roll_back("rolled back: by hand")
-        assert shelf.serving.name == expected
+        registry.roll_back("rolled back: by hand")
+        assert registry.serving.name == expected
     assert names(tmp_path) == ["v6"]
 
 
 def test_a_candidate_does_not_outlive_its_learner(tmp_path):
-    Shelf(tmp_path).add(write)
-    shelf = Shelf(tmp_path)
-    assert (shelf.fates["v1"], names(tmp_path)) == ("given up: the learner started anew", [])
+    VersionRegistry(tmp_path).add(write)
+    registry = VersionRegistry(tmp_path)
+    assert (registry.fates["v1"], names(tmp_path)) == ("given up: the learner started anew", [])
 
 
 def test_a_version_that_is_watched_stays_so(tmp_path):
-    shelf = Shelf(tmp_path)
-    shelf.publish(shelf.add(write).name)
-    again = Shelf(tmp_path)
+    registry = VersionRegistry(tmp_path)
+    registry.publish(registry.add(write).name)
+    again = VersionRegistry(tmp_path)
     assert (again.serving.name, again.predecessor, again.is_watched) == ("v1", FIRST_VERSION, True)
 
 
@@ -120,20 +120,20 @@ def kill_points(monkeypatch, number):
 
 @pytest.mark.parametrize("number", range(1, NUM_KILL_POINTS + 2))
 def test_whenever_it_is_killed_one_whole_version_serves(tmp_path, monkeypatch, number):
-    shelf = Shelf(tmp_path)
-    published(shelf, 3)
+    registry = VersionRegistry(tmp_path)
+    published(registry, 3)
     with monkeypatch.context() as patched:
         kill_points(patched, number)
         try:
             for _ in range(2):
-                shelf.publish(shelf.add(write).name)
-            shelf.roll_back("rolled back: worse")
-            shelf.refuse(shelf.add(write).name, "refused: worse")
+                registry.publish(registry.add(write).name)
+            registry.roll_back("rolled back: worse")
+            registry.refuse(registry.add(write).name, "refused: worse")
             was_killed = False
         except KilledError:
             was_killed = True
     assert was_killed == (number < NUM_KILL_POINTS + 1), "all points are in the range"
-    again = Shelf(tmp_path)
+    again = VersionRegistry(tmp_path)
     assert again.serving.name in ("v3", "v4", "v5")
     assert all((tmp_path / "versions" / name / "weights").exists() for name in names(tmp_path))
     assert all(name.startswith("v") for name in names(tmp_path)), "nothing half written is left"
@@ -144,22 +144,22 @@ def test_whenever_it_is_killed_one_whole_version_serves(tmp_path, monkeypatch, n
 
 
 def test_a_bad_state_is_named(tmp_path):
-    shelf = Shelf(tmp_path)
-    published(shelf, 1)
+    registry = VersionRegistry(tmp_path)
+    published(registry, 1)
     state = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(state | {"line": ["v0", "v9"]}))
     with pytest.raises(ValueError, match="the folder of v9 is missing"):
-        Shelf(tmp_path)
+        VersionRegistry(tmp_path)
     for text in ("{", '{"strange": 1}', "[]"):
         (tmp_path / "state.json").write_text(text)
         with pytest.raises(ValueError, match="not a learner's state"):
-            Shelf(tmp_path)
+            VersionRegistry(tmp_path)
 
 
 def test_versions_of_other_first_weights_are_given_up(tmp_path):
-    published(Shelf(tmp_path, "one"), 2)
-    assert Shelf(tmp_path, "one").serving.name == "v2"
-    other = Shelf(tmp_path, "another")
+    published(VersionRegistry(tmp_path, "one"), 2)
+    assert VersionRegistry(tmp_path, "one").serving.name == "v2"
+    other = VersionRegistry(tmp_path, "another")
     assert (other.serving, other.predecessor, other.is_watched) == (FIRST_VERSION, None, False)
     assert other.fates["v2"] == "given up: the pool starts with other weights"
     assert names(tmp_path) == []

@@ -1,6 +1,6 @@
-"""The pupil of a pool, warm from a folder that serves, without its target: of that, only the tensors that heads borrow.
+"""A pool's student, warm from a folder that serves, without its target: of that, only the tensors that heads borrow.
 
-A pupil is in float32. It is written in the format that it was read in, so that a drafter takes it as new weights.
+A student is in float32. It is written in the format that it was read in, so that a drafter takes it as new weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.learning.served_lessons import Reading
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.methods import METHODS, Kind, Method
-from outrider.drafter_service.training.draft_model import DraftModelPupil
-from outrider.drafter_service.training.medusa import MedusaPupil
-from outrider.drafter_service.training.mlp_speculator import MlpPupil
-from outrider.drafter_service.training.pupil import Student
-from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.drafter_service.training.draft_model import DraftModelStudent
+from outrider.drafter_service.training.medusa import MedusaStudent
+from outrider.drafter_service.training.mlp_speculator import MlpStudent
+from outrider.drafter_service.training.student import Student
+from outrider.drafter_service.training.unrolled import UnrolledStudent
 from outrider.verifier_service.formats.checkpoint import WeightError
 from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
@@ -34,20 +34,20 @@ MAX_POSITIONS = 4  # draft positions per root in training, where the drafter's s
 
 
 @dataclass(frozen=True, slots=True)
-class AbsentTarget:
-    """What a pupil knows of a target that is not loaded."""
+class TargetSpec:
+    """What a student knows of a target that is not loaded."""
 
     device: torch.device
     vocab_size: int
 
-    def tapping(self, taps: tuple[int, ...]) -> AbsentTarget:
+    def tapping(self, taps: tuple[int, ...]) -> TargetSpec:
         """Return itself: states come with the samples."""
         return self
 
 
 @dataclass(slots=True)
-class PupilMaker:
-    """Loads the pupils of one pool."""
+class StudentMaker:
+    """Loads the students of one pool."""
 
     spec: DrafterSpec
     device: torch.device
@@ -62,7 +62,7 @@ class PupilMaker:
         return resolve_folder(self.spec.model)
 
     def load(self, folder: Path) -> tuple[Student, Reading]:
-        """Load a pupil to train. Raises `ValueError` naming a tensor or setting that does not fit the target."""
+        """Load a student to train. Raises `ValueError` naming a tensor or setting that does not fit the target."""
         student, reading = METHODS[self.method].student(self, folder)
         return student, reading
 
@@ -86,8 +86,8 @@ class PupilMaker:
             require_alike(served.module, loaded.module)
 
     @property
-    def target(self) -> AbsentTarget:
-        return AbsentTarget(self.device, self._description().vocab_size)
+    def target(self) -> TargetSpec:
+        return TargetSpec(self.device, self._description().vocab_size)
 
     def _description(self) -> Any:
         return read_description(resolve_description(self.spec.target), self.spec.target)
@@ -103,44 +103,44 @@ class PupilMaker:
         return reading
 
 
-def draft_model(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+def draft_model(maker: StudentMaker, folder: Path) -> tuple[Student, Reading]:
     vocab_size = min(maker.target.vocab_size, AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-    target = AbsentTarget(maker.device, vocab_size)
+    target = TargetSpec(maker.device, vocab_size)
     tokenizer: Any = _Tokenizer(maker.first_folder())
-    pupil = DraftModelPupil.load(folder, target, tokenizer, num_positions=maker.num_positions)
-    return pupil, Reading(vocab_size=vocab_size)
+    student = DraftModelStudent.load(folder, target, tokenizer, num_positions=maker.num_positions)
+    return student, Reading(vocab_size=vocab_size)
 
 
-def medusa(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+def medusa(maker: StudentMaker, folder: Path) -> tuple[Student, Reading]:
     lent = target_lm_head(resolve_folder(maker.spec.target))
     heads = MedusaHeads.from_folder(folder, target_lm_head=lent).to(maker.device)
     _train(heads, frozen=("lm_heads.0.weight",) if heads.shares_lm_head else ())
     reading = Reading(state_width=heads.hidden_size, vocab_size=heads.vocab_size)
-    return MedusaPupil(heads, maker.target), maker.fitting(reading, folder, 1)
+    return MedusaStudent(heads, maker.target), maker.fitting(reading, folder, 1)
 
 
-def mlp_speculator(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+def mlp_speculator(maker: StudentMaker, folder: Path) -> tuple[Student, Reading]:
     speculator = MlpSpeculator.from_folder(folder).to(maker.device)
     _train(speculator)
     reading = Reading(state_width=speculator.emb_dim, vocab_size=speculator.vocab_size)
-    return MlpPupil(speculator, maker.target), maker.fitting(reading, folder, 1)
+    return MlpStudent(speculator, maker.target), maker.fitting(reading, folder, 1)
 
 
-def _head(maker: PupilMaker, kind: type[Eagle3Head] | type[EagleHead], folder: Path) -> tuple[Student, Reading]:
+def _head(maker: StudentMaker, kind: type[Eagle3Head] | type[EagleHead], folder: Path) -> tuple[Student, Reading]:
     with open_checkpoint(resolve_folder(maker.spec.target)) as target:
         num_layers = maker.spec.num_target_layers()
         head = kind.from_folder(folder, target=target, num_target_layers=num_layers, device=maker.device)
     _train(head, frozen={"embed_tokens.weight", *head.borrowed})
     reading = Reading(state_width=head.state_size, attends=True, vocab_size=head.vocab_size)
-    pupil = UnrolledPupil(head, maker.target, num_positions=maker.num_positions, write=kind.save)
-    return pupil, maker.fitting(reading, folder, len(head.taps))
+    student = UnrolledStudent(head, maker.target, num_positions=maker.num_positions, write=kind.save)
+    return student, maker.fitting(reading, folder, len(head.taps))
 
 
-def eagle(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+def eagle(maker: StudentMaker, folder: Path) -> tuple[Student, Reading]:
     return _head(maker, EagleHead, folder)
 
 
-def eagle3(maker: PupilMaker, folder: Path) -> tuple[Student, Reading]:
+def eagle3(maker: StudentMaker, folder: Path) -> tuple[Student, Reading]:
     return _head(maker, Eagle3Head, folder)
 
 

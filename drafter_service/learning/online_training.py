@@ -1,4 +1,4 @@
-"""One pupil's training on served samples: warm from what serves, one bounded step at a time."""
+"""One student's training on served samples: warm from what serves, one bounded step at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from outrider.drafter_service.heads.head_files import weight_files
 from outrider.drafter_service.learning.judging import HeldOut, judge
-from outrider.drafter_service.learning.pupils import PupilMaker
 from outrider.drafter_service.learning.reservoir import Kept, reward_weights
 from outrider.drafter_service.learning.served_lessons import Reading, draw_lesson
+from outrider.drafter_service.learning.students import StudentMaker
 from outrider.drafter_service.training.distil import FINE_TUNING, VECTOR_LR_WIDTH
 from outrider.drafter_service.training.precision import half_precision
-from outrider.drafter_service.training.pupil import Student
 from outrider.drafter_service.training.recipe import Recipe
-from outrider.drafter_service.training.trainer import MAX_GRAD_NORM, PupilOptimizers
+from outrider.drafter_service.training.student import Student
+from outrider.drafter_service.training.trainer import MAX_GRAD_NORM, StudentOptimizers
 from outrider.verifier_service.folders import copy_plain
 from outrider.verifier_service.formats.checkpoint import WeightError
 
@@ -29,8 +29,8 @@ ROWS, WINDOW = 8, 256  # of a step: seconds on a core for a small drafter
 MATRIX_LR = 0.04  # of Muon, for a new head: `DistilOptions.matrix_lr`
 
 
-class Study(Protocol):
-    """What a learner asks of its pupil."""
+class OnlineTraining(Protocol):
+    """What a learner asks of its student."""
 
     @property
     def rows(self) -> int:
@@ -68,7 +68,7 @@ class _Run:
     student: Student
     reading: Reading
     recipe: Recipe
-    optimizers: PupilOptimizers
+    optimizers: StudentOptimizers
     num_steps: int = 0
 
     @classmethod
@@ -77,14 +77,14 @@ class _Run:
         scale = FINE_TUNING * min(1.0, VECTOR_LR_WIDTH / _width(student, reading))
         recipe = Recipe(minutes=math.inf, matrix_lr=MATRIX_LR * FINE_TUNING)
         recipe = replace(recipe, vector_lr=recipe.vector_lr * scale)
-        return cls(student, reading, recipe, PupilOptimizers(student.module, recipe))
+        return cls(student, reading, recipe, StudentOptimizers(student.module, recipe))
 
 
-class PupilStudy:
-    """The study of a real pupil."""
+class StudentTraining:
+    """Training of real weights."""
 
     def __init__(
-        self, maker: PupilMaker, *, device: torch.device, seed: int = 0, rows: int = ROWS, window: int = WINDOW
+        self, maker: StudentMaker, *, device: torch.device, seed: int = 0, rows: int = ROWS, window: int = WINDOW
     ) -> None:
         self._maker, self._device = maker, device
         self.rows, self._window = rows, window
@@ -147,7 +147,7 @@ class PupilStudy:
         return judge(student, reading, kept, rows=self.rows, window=self._window, device=self._device)
 
     def _begun(self) -> _Run:
-        assert self._run is not None, "the study has not begun"
+        assert self._run is not None, "the training has not begun"
         return self._run
 
 
