@@ -16,7 +16,6 @@ from outrider.verifier_service.messages.request import (
     LogprobsMode,
     SamplingParams,
     SpeculationMetrics,
-    TokenOrigin,
 )
 
 
@@ -285,29 +284,6 @@ async def test_choices_of_one_prompt_are_a_group_of_their_own(tokenizer):
     assert (first, third) == (second, fourth)
     assert None not in (first, third)
     assert first != third, "two requests may have the same id elsewhere, never the same group"
-
-
-async def test_tokens_come_with_their_text_and_origin(tokenizer):
-    ids = tokenizer.encode("a日=b")
-    backend = FakeBackend(lambda _: [ids[:2], ids[2:4], ids[4:]])
-    chunks = await collect(build_gateway(backend, tokenizer), prompt="the", stop="==")
-    tokens = [token for chunk in chunks for token in chunk.tokens]
-    assert [token.id for token in tokens] == ids
-    assert "".join(token.text for token in tokens) == "a日=b"
-    assert [token.text for token in tokens] == ["a", "", "日", "=", "b"]
-    accepted, bonus, plain = TokenOrigin.ACCEPTED, TokenOrigin.BONUS, TokenOrigin.PLAIN
-    assert [token.origin for token in tokens] == [accepted, bonus, accepted, bonus, plain]
-
-
-async def test_a_stop_string_may_stay_in_the_output_and_counts_from_min_tokens_on(tokenizer):
-    steps = [tokenizer.encode("="), tokenizer.encode("="), tokenizer.encode("a=="), tokenizer.encode("zz")]
-    gateway = build_gateway(FakeBackend(lambda _: steps), tokenizer)
-    assert text_of(await collect(gateway, prompt="the", stop="==")) == ""
-    assert text_of(await collect(gateway, prompt="the", stop="==", include_stop_str_in_output=True)) == "=="
-    chunks = await collect(gateway, prompt="the", stop="==", min_tokens=2)
-    assert text_of(chunks) == "==a"
-    assert chunks[-1].finish_reason is FinishReason.STOP
-    assert text_of(await collect(gateway, prompt="the", stop="==", min_tokens=6)) == "==a==zz"
 
 
 async def test_special_tokens_and_the_stop_token_are_shown_on_request(tokenizer):

@@ -135,14 +135,6 @@ async def test_cancelling_the_caller_cancels_at_the_verifier():
         await until(lambda: verifier.cancelled)
 
 
-async def test_one_channel_serves_all_requests_to_a_verifier():
-    verifier = ScriptedVerifier([(1,)])
-    async with backend_over(verifier) as (backend, _):
-        for _ in range(3):
-            await generate(backend)
-        assert len(backend._streams._links) == 1
-
-
 async def test_the_channel_of_a_verifier_that_has_stopped_is_closed():
     async with fleet_of(ScriptedVerifier([(1,)]), ScriptedVerifier([(1,)])) as fleet:
         await fleet.generate()

@@ -118,19 +118,6 @@ def test_a_preempted_request_resumes_with_what_it_had():
     check_books(play)
 
 
-def test_a_draft_that_a_step_passes_over_is_verified_in_a_later_one():
-    play = engine()
-    play.add("a", prompt=PROMPT, max_tokens=30)
-    play.add("b", prompt=[*PROMPT, 2], max_tokens=30)
-    play.step()
-    play.step()
-    play.step(only=("b",))
-    assert num_drafted(play.step()) == {"a": K, "b": K}
-    play.run()
-    assert play.scheduler.outputs["a"] == [*PROMPT, *continued(PROMPT, 30)]
-    check_books(play)
-
-
 def test_less_of_a_draft_is_verified_where_vllm_says_so():
     """vLLM's dynamic K: what lies beyond it in the tensor is -1."""
     play = engine()

@@ -9,6 +9,7 @@ import pytest
 from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, names
 from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
+    Assignment,
     Directive,
     DrafterReport,
     FleetPause,
@@ -30,20 +31,6 @@ from outrider.verifier_service.messages.wire import decode, encode
 
 
 class TestLoad:
-    def test_memory_bound_drafts_are_long(self):
-        fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(16))
-        fleet.run(10)
-        assert set(fleet.lengths.values()) == {8}
-        assert fleet.default_plan.draft_length == 8
-
-    def test_compute_bound_is_off(self):
-        fleet = Fleet(COMPUTE_BOUND)
-        fleet.add(*names(16))
-        fleet.run(10)
-        assert set(fleet.reasons.values()) == {"load"}
-        assert fleet.default_plan == SpeculationPlan(disabled_reason=DisabledReason.LOAD)
-
     @pytest.mark.parametrize(
         ("points", "mode", "price"),
         [
@@ -282,6 +269,11 @@ def test_messages_cross_the_wire():
     assert decode(encode(report), (VerifierReport,)) == report
     assert decode(encode(directive), (Directive,)) == directive
     assert decode(encode(drafter_report()), (DrafterReport,)) == drafter_report()
+    assignment = route(fleet.core.snapshot(fleet.now_s), RouteAsk(request_id="x", num_prompt_tokens=1), fleet.now_s)
+    assert decode(encode(assignment), (Assignment,)) == assignment
+    fleet.core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=Tally(Counter({("on", "pays"): 2}))))
+    news = fleet.core.news(None, fleet.now_s)
+    assert decode(encode(news), (FleetNews,)) == news
 
 
 def test_ten_thousand_requests_are_decided_in_time():
@@ -503,9 +495,3 @@ class TestNews:
         later = core.news(None, 12.0).changed
         assert [(item.reason, item.count) for item in later.placements] == [("prefix", 4)]
         assert [(item.decision, item.reason, item.count) for item in later.decisions] == [("on", "pays", 4)]
-
-    def test_news_cross_the_wire(self):
-        core = self.core()
-        core.hear_gateway(NewsAsk(gateway_id="g", seen=None, tally=Tally(Counter({("on", "pays"): 2}))))
-        news = core.news(None, 1.0)
-        assert decode(encode(news), (FleetNews,)) == news

@@ -574,33 +574,6 @@ async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend
     assert f"'{field}' is not supported" in refused.json()["error"]["message"]
 
 
-async def test_a_stream_that_is_read_slowly_has_fewer_events(tokenizer):
-    ids = tokenizer.encode("ab" * 10)
-    backend = FakeBackend(lambda _: [[id_] for id_ in ids])
-    app = Stack(backend, tokenizer=tokenizer).app
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    body = json.dumps({"prompt": ["a", "b"], "stream": True, "max_tokens": 40}).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await asyncio.get_running_loop().create_future()
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
-    events = [message["body"] for message in sent if message.get("body", b"").startswith(b"data: {")]
-    texts = [json.loads(event[len(b"data: ") :])["choices"][0] for event in events]
-    assert "".join(choice["text"] for choice in texts if choice["index"] == 0) == "ab" * 10
-    assert len(events) < len(ids)
-
-
 async def test_a_client_that_leaves_within_its_body_is_no_failure_of_ours(tokenizer, backend, caplog):
     messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"pro', "more_body": True}]
     sent = []
