@@ -71,8 +71,8 @@ class CircuitBreaker:
         """Count a failure; a failed probe, or `failure_threshold` failures in a row, open the breaker."""
         if self._state is BreakerState.OPEN:
             return
-        self._num_failures += 1
-        if self._state is BreakerState.HALF_OPEN or self._num_failures >= self._config.failure_threshold:
+        self._num_failures += 1  # of a probe, too: what opened the breaker still counts
+        if self._num_failures >= self._config.failure_threshold:
             self._state = BreakerState.OPEN
             self._retry_at_s = now_s + self._config.open_s
             self.num_opened += 1

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,6 +228,18 @@ class TestReplicas:
         fleet.second()
         report = verifier_report("v0", epoch=2, linked_drafters=("d0",))
         assert fleet.core.report_verifier(report, fleet.now_s).default_plan.disabled_reason == "warmup"
+
+    def test_a_new_incarnation_forgets_the_old_ones_switches(self):
+        fleet = Fleet(MEMORY_BOUND, price=1.0)
+        fleet.add("old")
+        fleet.run(8)
+        assert fleet.lengths == {"old": 0}
+        fleet.drop("old")
+        fleet.add("new")
+        fleet.plans["new"] = plan = SpeculationPlan(drafter_id="d0", draft_length=8)
+        fleet.price = 0.1
+        report = replace(fleet.report(), epoch=2)
+        assert fleet.core.report_verifier(report, fleet.now_s).plans.get("new", plan).draft_length == 8
 
     def test_a_restarted_router_says_everything_again(self):
         fleet = Fleet(MEMORY_BOUND)

@@ -63,6 +63,7 @@ def test_a_cancelled_request_is_heard_of_no_more_and_others_go_on(side: EngineSi
     side.shell.hear_until(lambda: side.shell.finished() >= {"a", "c"})
     before = len(side.shell.tokens("a")) - 8
     assert side.shell.tokens("a") == side.expected(FIRST, before) + side.expected(SECOND, 8)
+    assert before < LONG, "it was cancelled, and did not run to its end"
 
 
 def test_a_load_comes_from_an_idle_engine_and_says_who_is_there(side: EngineSide):

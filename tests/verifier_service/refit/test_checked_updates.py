@@ -22,7 +22,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.refit.rank_weights import RankWeights
-from outrider.verifier_service.refit.weight_checks import MAX_FACTOR, PART, rms_of
+from outrider.verifier_service.refit.weight_checks import MAX_FACTOR, PART, Checked, digest_of, rms_of
 from tiny.models import random_sequences, scattered_batches
 from tiny.refits import tensors_of, trainer, write_two
 
@@ -231,3 +231,9 @@ def test_no_process_is_left_when_a_group_ends(served: Served) -> None:
         served.weights.change(DestroyWeightsGroup(call_id="end", group_name=there.joining.group_name))
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_digest_does_not_go_by_the_order_in_which_tensors_came():
+    first, second = Checked(1.0, b"1"), Checked(1.0, b"2")
+    assert digest_of({"a": first, "b": second}) == digest_of({"b": second, "a": first})
+    assert digest_of({"a": first, "b": second}) != digest_of({"a": second, "b": first})

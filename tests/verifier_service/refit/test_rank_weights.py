@@ -264,6 +264,19 @@ def test_a_trainers_group_in_buckets(tmp_path: Path, is_flattened: bool) -> None
         weights.change(UpdateWeights(call_id="late", group_name=there.joining.group_name))
 
 
+def test_of_a_tensor_that_is_sent_twice_the_later_one_counts(tmp_path: Path) -> None:
+    old, new = write_two(tmp_path)
+    runner, wanted = runner_of(old), logits_of(runner_of(new))
+    first, second = halves(new)
+    with trainer() as there:
+        weights = RankWeights(runner)
+        weights.change(there.joins())
+        weights.change(there.sends(old, first))
+        weights.change(there.sends(new, first))
+        assert weights.change(there.sends(new, second)) == 0
+    assert torch.equal(logits_of(runner), wanted)
+
+
 def test_flattened_parts_of_several_dtypes(tmp_path: Path) -> None:
     """A float32 tensor may begin at a byte where no float32 can lie in memory."""
     old, new = write_two(tmp_path, hidden_size=64)
