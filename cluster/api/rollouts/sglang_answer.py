@@ -111,11 +111,10 @@ class _Output:
 
     def to_json(self, chunk: GatewayChunk) -> dict[str, Any]:
         """Return SGLang's object. `chunk`: the last that was added."""
-        prompt_ids = list(self.request.prompt_token_ids)
         return {
             "text": self.text,
             "output_ids": self.token_ids,
-            **({"prompt_token_ids": prompt_ids} if self.body.return_prompt_token_ids else {}),
+            **({"prompt_token_ids": list(self.request.prompt_token_ids)} if self.returns_prompt else {}),
             "meta_info": self._meta(chunk),
         }
 
