@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from outrider.drafter_service.learning import registry as module
+from outrider.drafter_service.learning import version_registry as module
 from outrider.drafter_service.learning.messages import FIRST_VERSION
 from outrider.drafter_service.learning.version_registry import VersionRegistry, digest_of
 
