@@ -19,7 +19,9 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
         (XEON, Isa.AVX512),  # its pair products are the slower ones
         (EPYC, Isa.AVX512_BF16),
         (SKYLAKE, Isa.AVX512),
+        (EPYC.replace(" avx512_bf16", ""), Isa.AVX512),
         (OLD_EPYC, Isa.AVX2),
+        (OLD_EPYC.replace(" fma", ""), Isa.BASELINE),
         (ARM, Isa.BASELINE),
         ("", Isa.BASELINE),
     ],
