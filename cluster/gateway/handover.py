@@ -26,7 +26,7 @@ from outrider.verifier_service.messages.request import RequestOutput
 KEPT_S = 30.0  # how long KV waits, at most, for a request that a client sends after the prompt's
 
 
-class TellHandover(Protocol):
+class OnHandover(Protocol):
     """Count a handover that has ended: `GatewayMetrics.handover_ended`."""
 
     def __call__(self, outcome: str, reason: str = "", *, waited_s: float | None = None) -> None: ...
@@ -37,14 +37,14 @@ def ignore_handover(outcome: str, reason: str = "", *, waited_s: float | None = 
 
 
 @dataclass(slots=True, kw_only=True)
-class Journey:
+class Migration:
     """A request's way from one verifier to the next."""
 
     stream: Stream  # that is read
     taker: Stream | None = None  # that has begun already, while the first one prefills
     find_taker: Callable[[Stream], Awaitable[Stream | None]]  # for a request that stands still; None: there is none
     on_taken: Callable[[KVSource], None]  # before the taker's first output
-    tell: TellHandover
+    tell: OnHandover
     clock: Callable[[], float]
     _giver: Stream | None = None  # that stands still, until the taker has all
     _held_s: float | None = None  # since when

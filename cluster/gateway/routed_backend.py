@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.cluster.gateway.admission import Turnover, overload, queue_limit
-from outrider.cluster.gateway.handover import Journey, KeptStreams, TellHandover, ignore_handover
+from outrider.cluster.gateway.handover import KeptStreams, Migration, OnHandover, ignore_handover
 from outrider.cluster.gateway.internal_ids import internal_id
 from outrider.cluster.gateway.journal import Attempts, Journal
 from outrider.cluster.gateway.kv_transfer import offering, prompt_digest
@@ -92,7 +92,7 @@ class RoutedBackend:
         failover_timeout_s: float,
         memory: RolloutMemory | None = None,
         kv_peers: Iterable[str] = (),
-        tell_handover: TellHandover = ignore_handover,
+        on_handover: OnHandover = ignore_handover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_queued_requests`, per verifier: see `admission`. `failover_timeout_s`: see `Attempts`.
@@ -113,7 +113,7 @@ class RoutedBackend:
         )
         self._kept = KeptStreams()
         self._kv_peers = frozenset(kv_peers)
-        self._tell_handover = tell_handover
+        self._on_handover = on_handover
         self._groups: dict[str, _Group] = {}
         self._serial = itertools.count()
 
@@ -238,7 +238,7 @@ class RoutedBackend:
             return source
         reason = "other_prompt" if is_known else "unknown_peer"
         logger.warning("request %s computes its own KV: %s: %s", request.request_id, source.endpoint, reason)
-        self._tell_handover("not_taken", reason)
+        self._on_handover("not_taken", reason)
         return None
 
     async def _place(self, name: str, run: _Run, group: _Group) -> Assignment:
@@ -289,12 +289,12 @@ class RoutedBackend:
             giving = dataclasses.replace(message, request_id=giver, plan=SpeculationPlan(), hands_over=True)
             stream = self._open(*prefill, giving)
             taker = self._open(*own, journal.continuation(name, plan, stream.place))
-        return Journey(
+        return Migration(
             stream=stream,
             taker=taker,
             find_taker=functools.partial(self._find_taker, run),
             on_taken=functools.partial(self._on_taken, journal),
-            tell=self._tell_handover,
+            tell=self._on_handover,
             clock=self._clock,
         ).run(hear)
 
@@ -350,7 +350,7 @@ class RoutedBackend:
         """Count a verifier that could not take the request: none was lost, and one computes the KV again."""
         run.journal.close_account()
         logger.warning("request %s was not taken after %d tokens: %s", name, len(run.journal.token_ids), refusal)
-        self._tell_handover("not_taken", refusal.label)
+        self._on_handover("not_taken", refusal.label)
 
     async def close(self) -> None:
         await self._kept.close()

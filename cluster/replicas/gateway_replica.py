@@ -115,7 +115,7 @@ class GatewayReplica:
             failover_timeout_s=config.gateway.failover_timeout_s,
             memory=memory,
             kv_peers=config.gateway.kv_peers,
-            tell_handover=metrics.handover_ended,
+            on_handover=metrics.handover_ended,
         )
         self._gateway = self._gateway_of(config, info, tokenizer, metrics, memory)
         self._responses = Responses(gateway_id, self._fetch_response)

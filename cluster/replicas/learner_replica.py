@@ -39,7 +39,7 @@ TEXTS_TIMEOUT_S = 4.0  # a new drafter waits for them
 ToLearner = Heartbeat | Reward | Ask | LearnerSettingsChange
 
 
-class LearnerDesk:
+class LearnerShell:
     """What a learner's process said last, and who waits for what it will say."""
 
     def __init__(self, send: Callable[[ToLearner], None], settings: LearnerSettings) -> None:
@@ -134,7 +134,7 @@ class LearnerReplica(ReplicaBase):
         assert options.learner is not None
         self._options = options.learner
         self._looks_up = options.speculative.has(Kind.LOOKUP)
-        self._desk = LearnerDesk(self._host.send, spec.settings)
+        self._shell = LearnerShell(self._host.send, spec.settings)
         self._is_started = False
         # one that cannot be written, or is another learner's, is known at once
         await asyncio.to_thread(require_free, Path(spec.folder))
@@ -148,13 +148,13 @@ class LearnerReplica(ReplicaBase):
         self._host.tasks.start(self._live(ranks), "start the learner and report")
 
     def _on_update(self, update: LearnerUpdate) -> None:
-        self._desk.take(update)
+        self._shell.take(update)
 
     def _on_failure(self, reason: str) -> None:
-        self._desk.fail(reason)
+        self._shell.fail(reason)
 
     def _report(self) -> LearnerStatus | None:
-        return self._desk.status
+        return self._shell.status
 
     async def _live(self, ranks: RankActors) -> None:
         """Wait for the process, then tell the router what it is at while it lives."""
@@ -169,24 +169,24 @@ class LearnerReplica(ReplicaBase):
         Serve calls this at start and whenever a deployed `user_config` changes, without a restart. Raises `ValueError`
         naming the setting, and keeps the old ones.
         """
-        self._desk.change(self._options.changed_settings(user_config))
+        self._shell.change(self._options.changed_settings(user_config))
 
     async def heartbeat(self, heartbeat: Heartbeat) -> DesiredState | None:
         """Take what a drafter brings; return what it shall do. None: the process has not started."""
-        return self._desk.heartbeat(heartbeat, with_texts=heartbeat.is_new and self._looks_up)
+        return self._shell.heartbeat(heartbeat, with_texts=heartbeat.is_new and self._looks_up)
 
     async def texts(self, drafter_id: str) -> Texts | None:
-        return await self._desk.texts(drafter_id)
+        return await self._shell.texts(drafter_id)
 
     async def ask(self, action: Action, folder: str = "") -> Answer:
         """Do what an operator asks."""
-        return await self._desk.ask(action, folder)
+        return await self._shell.ask(action, folder)
 
     async def reward(self, rewards: Mapping[str, float]) -> None:
-        self._desk.reward(rewards)
+        self._shell.reward(rewards)
 
     async def status(self) -> LearnerStatus | None:
-        return self._desk.status
+        return self._shell.status
 
     async def check_health(self) -> None:
         """Raise if the learner is gone: Serve then starts it anew, and the folder has its versions."""

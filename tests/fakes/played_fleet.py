@@ -348,7 +348,7 @@ class Fleet:
             failover_timeout_s=failover_timeout_s,
             memory=memory,
             kv_peers=kv_peers,
-            tell_handover=self._hear_handover,
+            on_handover=self._hear_handover,
         )
         self.handovers: list[tuple[str, str, bool]] = []  # outcome, reason, whether the client waited
         self.stops: list[Callable[[], Awaitable[None]]] = []

@@ -11,7 +11,7 @@ from outrider.verifier_service.messages.handover import EndTake, GivenFrame, Par
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
 
 
-class Pumped(NamedTuple):
+class HandoverProgress(NamedTuple):
     """What has come about since the last time."""
 
     given: list[GivenFrame]
@@ -42,7 +42,7 @@ class Handovers(Protocol):
     def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None:
         """Take a message of another verifier, or of one's own shell about it."""
 
-    def pump(self) -> Pumped:
+    def pump(self) -> HandoverProgress:
         """Send what was computed for takers, and return what has come."""
         ...
 
@@ -76,8 +76,8 @@ class NoHandovers:
 
     def handle(self, message: TakeKV | EndTake | PartsRead | TakenFrame) -> None: ...
 
-    def pump(self) -> Pumped:
-        return Pumped([], [], [])
+    def pump(self) -> HandoverProgress:
+        return HandoverProgress([], [], [])
 
     def drop(self, request_id: str) -> None: ...
 
@@ -138,8 +138,8 @@ class KVHandovers:
             case TakenFrame():
                 self.taker.feed(message)
 
-    def pump(self) -> Pumped:
-        return Pumped(self.giver.pump(), *self.taker.pump())
+    def pump(self) -> HandoverProgress:
+        return HandoverProgress(self.giver.pump(), *self.taker.pump())
 
     def counters(self) -> HandoverCounts:
         giver = self.giver

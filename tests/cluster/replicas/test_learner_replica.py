@@ -172,7 +172,7 @@ async def test_operators_get_the_answers_to_their_own_calls(scene: Scene):
 
 async def test_a_call_that_is_not_answered_in_time_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     await scene.start()
-    answer = await scene.replica._desk.ask(Action.RESUME, timeout_s=0.05)
+    answer = await scene.replica._shell.ask(Action.RESUME, timeout_s=0.05)
     assert answer.error == "the learner has not answered within 0.05 s"
     ask: Ask = await scene.hear()
     await scene.update(answers=(Answer(call_id=ask.call_id),))  # too late: nobody is disturbed
@@ -233,4 +233,4 @@ async def test_a_new_look_up_gets_the_pools_texts_in_time_or_none(scene: Scene):
     assert await scene.replica.texts("d") == texts, "also those that came before they were asked for"
     assert await scene.replica.texts("d") is None
     await scene.replica.heartbeat(Heartbeat(drafter_id="d", serving="v0", is_new=True))
-    assert await scene.replica._desk.texts("d", timeout_s=0.05) is None
+    assert await scene.replica._shell.texts("d", timeout_s=0.05) is None
