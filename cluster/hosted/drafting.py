@@ -22,7 +22,8 @@ from typing import Literal, Protocol
 
 from outrider.cluster.hosted.seen_steps import SeenSteps
 from outrider.cluster.router.fleet import Directive
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats

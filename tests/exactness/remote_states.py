@@ -31,7 +31,8 @@ from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DrafterEvent, Open, VerifierMessage
@@ -25,6 +26,7 @@ from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support import parts
 from tiny.drafters import model_drafter
 from tiny.models import VOCAB_SIZE, make_model
 
@@ -107,7 +109,7 @@ class RandomDrafts:
         self._events = [DrafterEvent(drafter_id="random", vocab_size=vocab_size)]
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        for message in messages:
+        for message in parts.singly(messages):
             match message:
                 case Open(request_id=request_id, token_ids=token_ids):
                     self._num_tokens[request_id] = len(token_ids)

@@ -18,7 +18,8 @@ import torch
 from exactness import law
 from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Population, weight_of
 from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.experts.routing import ExpertRouting
 from outrider.verifier_service.messages.batch import ScheduledBatch

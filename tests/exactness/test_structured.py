@@ -29,7 +29,8 @@ from exactness.small_engines import (
 )
 from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from fakes.processed import processed_row
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fakes.runner import FakeRunner, LateRunner, continuation
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.draft import (
@@ -24,6 +25,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support import parts
 
 PROMPT = (5, 9, 2)
 
@@ -71,7 +73,7 @@ class MemoryDrafts:
         self.events: list[DrafterEvent] = []
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        self.sent.extend((drafter_id, message) for message in messages)
+        self.sent.extend((drafter_id, message) for message in parts.singly(messages))
 
     def poll(self) -> list[DrafterEvent]:
         events, self.events = self.events, []

@@ -19,11 +19,21 @@ from outrider.cluster.router.fleet import Directive, DrafterReport, FleetSnapsho
 from outrider.cluster.router.router import RouterCore
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server, add_DrafterLinkServicer_to_server
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftNeeds, Open, Resync, States
+from outrider.verifier_service.messages.draft import (
+    Close,
+    Commit,
+    Draft,
+    DraftNeeds,
+    Open,
+    Resync,
+    States,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, VERIFIER_MESSAGES, DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import decode, encode
+from support import parts
 
 REPORT_INTERVAL_S = 0.2
 MAX_DRAFT_LENGTH = 8
@@ -57,7 +67,11 @@ class KnowingDrafter:
         self._deliver: dict[str, Callable[[bytes], None]] = {}
 
     def submit(self, peer: str, payload: bytes) -> None:
-        match decode(payload, VERIFIER_MESSAGES):
+        for message in parts.singly([decode(payload, VERIFIER_MESSAGES)]):
+            self._take(peer, message)
+
+    def _take(self, peer: str, message: VerifierMessage) -> None:
+        match message:
             case Open(request_id=request_id, token_ids=token_ids):
                 self.sessions[request_id] = list(token_ids)
                 self.prompts.setdefault(request_id, list(token_ids))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fakes.engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
 from outrider.verifier_service.messages.engine import StepTime
@@ -18,6 +19,7 @@ from outrider.verifier_service.pricing.cost_model import StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support import parts
 
 FREE = (StepTime(num_tokens=1, seconds=0.020), StepTime(num_tokens=64, seconds=0.020))
 DEAR = (StepTime(num_tokens=1, seconds=0.010), StepTime(num_tokens=64, seconds=0.640))
@@ -63,7 +65,7 @@ class GuessingDrafts(MemoryDrafts):
 
     def send(self, drafter_id, messages) -> None:
         super().send(drafter_id, messages)
-        for message in messages:
+        for message in parts.singly(messages):
             if isinstance(message, Commit):
                 self.asked.append(message.max_length)
                 self.events.append(DrafterEvent(drafter_id="d", message=self._draft(message)))

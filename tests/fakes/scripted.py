@@ -22,12 +22,21 @@ import torch
 
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Close, Commit, Draft, Open, SparseRow
+from outrider.verifier_service.messages.draft import (
+    DRAFT_PROB_SCALE,
+    Close,
+    Commit,
+    Draft,
+    Open,
+    SparseRow,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import (
@@ -43,6 +52,7 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support import parts
 from support.clock import Clock
 
 PERIOD = 3  # tokens of one independent draw
@@ -184,7 +194,11 @@ class ScriptedDrafter:
         self._deliver: dict[str, Callable[[bytes], None]] = {}
 
     def submit(self, peer: str, payload: bytes) -> None:
-        match decode(payload, VERIFIER_MESSAGES):
+        for message in parts.singly([decode(payload, VERIFIER_MESSAGES)]):
+            self._take(peer, message)
+
+    def _take(self, peer: str, message: VerifierMessage) -> None:
+        match message:
             case Open(request_id=request_id, token_ids=token_ids, sampling=sampling):
                 self._sessions[request_id] = _Session(list(token_ids), sampling.seed is not None)
             case Commit() as commit:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.state_source import StateSource
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, Draft, DraftClient, SparseRow
+from outrider.verifier_service.messages.draft import (
+    DRAFT_PROB_SCALE,
+    Commit,
+    Commits,
+    Draft,
+    DraftClient,
+    SparseRow,
+    VerifierMessage,
+)
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.draft_shares import Admission
@@ -52,6 +61,15 @@ def scheduler(
 def commit(scheduler: Scheduler, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] = ()) -> None:
     """Commit one item of a step; `path` leads down its draft."""
     scheduler.commit([Outcome(item, 0, [*committed], tuple(path), False, None)])
+
+
+def singly(messages: Iterable[VerifierMessage]) -> Iterator[VerifierMessage]:
+    """Yield messages to a drafter, the rows of columns one by one."""
+    for message in messages:
+        if isinstance(message, Commits):
+            yield from message.commits()
+        else:
+            yield message
 
 
 def coordinator(

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from fakes.engine_bench import Pace, make_runner, tokens_of
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.control import Weights
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.links.relay_client import RelayDraftClient
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open
+from outrider.verifier_service.messages.draft import Close, Commit, Commits, Draft, Open
 from outrider.verifier_service.messages.engine import (
     FROM_ENGINE,
     ControlResult,
@@ -34,6 +35,7 @@ from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from support import parts
 from tiny.loop_thread import PATIENCE_S, LoopThread
 
 NEVER_S = 1000.0  # a draft's deadline that no test waits for
@@ -145,7 +147,7 @@ class Loop(Shell):
         ).run()
 
     def heard_by_drafter(self) -> list[Any]:
-        return [decode(relay.payload, (Open, Commit, Close)) for relay in self.relays]
+        return [*parts.singly(decode(relay.payload, (Open, Commit, Commits, Close)) for relay in self.relays)]
 
     def asks(self) -> list[Commit]:
         return [message for message in self.heard_by_drafter() if isinstance(message, Commit)]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+import numpy as np
+
+from outrider.verifier_service.drafting.asking import Asking, CoordinatorConfig, Outbox
 from outrider.verifier_service.drafting.drafter_record import (
     AnsweredRound,
     DrafterChoice,
     DrafterRecord,
     DraftSession,
-    OutstandingRound,
     WantedDraft,
 )
 from outrider.verifier_service.drafting.filing import Filing
@@ -24,12 +25,11 @@ from outrider.verifier_service.drafting.followed_updates import FollowedUpdates
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.served_texts import ServedTexts
-from outrider.verifier_service.drafting.state_source import StateSource, unsent_states
+from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.messages.counts import Histogram
 from outrider.verifier_service.messages.draft import (
     NO_NEEDS,
     Close,
-    Commit,
     Draft,
     DraftClient,
     DrafterEvent,
@@ -37,39 +37,15 @@ from outrider.verifier_service.messages.draft import (
     Drafts,
     Resync,
     VerifierMessage,
-    each_draft,
 )
-from outrider.verifier_service.messages.draft_checks import check_draft
+from outrider.verifier_service.messages.draft_checks import check_draft, check_drafts
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
-from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
+from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import Ask, AskLength
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-
-Outbox = dict[str, list[VerifierMessage]]  # by drafter id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorConfig:
-    """Bounds on drafts and deadlines."""
-
-    vocab_size: int
-    max_model_len: int
-    first_deadline_s: float = 1.0  # for a drafter that has not answered yet (it may be loading)
-    max_deadline_s: float = 1.0
-    max_tree_nodes: int = 0  # per draft; 0: only chains
-    min_deadline_s: float = 0.02  # longer than a short stall, which else would lose every draft in flight
-    # deadline of a session's first round (the drafter's prefill), during which the request runs without drafts: for
-    # engines that cannot hold a single request. None: the request is held
-    background_opening_s: float | None = None
-    rollouts: bool = False  # responses are filed by prompt, not by `cache_salt`
-    tells_texts: bool = False  # to pools that learn, once a request has ended: the engine has its states until `close`
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_deadline_s <= self.max_deadline_s:
-            raise ValueError("min_deadline_s must be positive and at most max_deadline_s")
 
 
 class DraftCoordinator:
@@ -85,15 +61,15 @@ class DraftCoordinator:
         """`states`: the target's hidden states, for drafters that read them. Without `pricing`, plans set lengths."""
         self._client = client
         self._pricing = pricing
-        self._states = states
         self._config = config
         self.filing, self.updates = Filing(in_rollouts=config.rollouts), FollowedUpdates()
         self._drafters: dict[str, DrafterRecord] = {}
+        self._asking = Asking(self._drafters, self.filing, states, config)
         self._texts = ServedTexts(self.filing, states, self._drafters, is_on=config.tells_texts)
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
         self._predictions = Predictions()
-        self._num_rounds = self._num_steps = 0  # steps with a round that counts; see `choose`
+        self._num_steps = 0  # with a round that counts; see `choose`
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = self.num_resyncs = 0
         self.num_asks = self.num_asked_tokens = 0  # one ask per request and step, also for a length of 0
@@ -165,12 +141,50 @@ class DraftCoordinator:
                 max_s=self._config.max_deadline_s,
             )
         match event.message:
-            case (Draft() | Drafts()) as said:
-                received_s = now_s if event.received_s is None else min(event.received_s, now_s)
-                for draft in each_draft(said):
-                    self._on_draft(event.drafter_id, draft, requests, received_s)
+            case Draft() as draft:
+                self._on_draft(event.drafter_id, draft, requests, min(event.received_s or now_s, now_s))
+            case Drafts() as frame:
+                self._on_drafts(event.drafter_id, frame, requests, min(event.received_s or now_s, now_s))
             case Resync(request_id=request_id):
                 self._on_resync(event.drafter_id, request_id, requests, now_s)
+
+    def _on_drafts(self, drafter_id: str, frame: Drafts, requests: Mapping[str, Request], now_s: float) -> None:
+        """Attach a frame's chains that are good and in time, in one pass; `_on_draft` takes each of the others.
+
+        A frame is one observation of the round trip, for each time at which some of it was asked for.
+        """
+        drafter, sessions, answered = self._drafters[drafter_id], self._sessions, self._answered
+        found = [sessions.get(request_id) for request_id in frame.request_ids]
+        own = [one if one is not None and one.drafter_id == drafter_id else None for one in found]
+        rounds = [None if session is None else session.round for session in own]
+        max_lengths = np.array([asked.max_length if asked is not None else 0 for asked in rounds], np.int64)
+        are_bad = check_drafts(frame, draft_vocab_size=drafter.vocab_size, max_lengths=max_lengths).tolist()
+        of_round: AnsweredRound | None = None
+        num_held = num_attached = 0
+        for draft, session, asked, is_bad in zip(frame.drafts(), own, rounds, are_bad, strict=True):
+            request = requests.get(draft.request_id)
+            if (
+                is_bad
+                or asked is None
+                or session is None
+                or request is None
+                or asked.round_id != draft.round_id
+                or not asked.position == draft.position == len(request.token_ids)
+            ):
+                self._on_draft(drafter_id, draft, requests, now_s)
+                continue
+            if of_round is None or of_round.asked_s != asked.asked_s:
+                of_round = AnsweredRound(drafter_id=drafter_id, asked_s=asked.asked_s, received_s=now_s)
+                drafter.timer_of(session).observe(now_s - asked.asked_s)
+            num_held += session.has_answered and request.hold_until_s is not None
+            num_attached += 1
+            drafter.breaker.record_success(now_s)  # in turn with the failures of others
+            session.round, session.has_answered = None, True
+            request.hold_until_s, request.draft = None, draft
+            answered[draft.request_id] = of_round
+        if of_round is not None:
+            drafter.late_share.observe(now_s, is_late=False, count=num_held)
+            self.round_trip_s.observe(now_s - of_round.asked_s, num_attached)
 
     def _on_draft(self, drafter_id: str, draft: Draft, requests: Mapping[str, Request], now_s: float) -> None:
         request, session = requests.get(draft.request_id), self._sessions.get(draft.request_id)
@@ -225,7 +239,8 @@ class DraftCoordinator:
         session.has_answered = False
         if (outstanding := session.round) is not None:
             until_s = outstanding.background_until_s
-            self._client.send(drafter_id, self._begin_round(request, session, outstanding.max_length, now_s, until_s))
+            wanted = WantedDraft(request, session, outstanding.max_length)
+            self._client.send(drafter_id, self._asking.begin(wanted, now_s, until_s))
 
     def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
         drafter = self._drafters.pop(drafter_id, None)
@@ -245,8 +260,10 @@ class DraftCoordinator:
         """
         late: dict[tuple[str, bool], DraftSession] = {}  # one session per timer
         for request_id, session in self._sessions.items():
-            request, deadline_s = requests[request_id], requests[request_id].hold_until_s
-            deadline_s = session.background_until_s if deadline_s is None else deadline_s
+            if session.round is None:
+                continue
+            request = requests[request_id]
+            deadline_s = session.round.background_until_s if request.hold_until_s is None else request.hold_until_s
             if deadline_s is None or deadline_s > now_s:
                 continue
             session.missed, session.missed_deadline_s = session.round, deadline_s
@@ -284,50 +301,39 @@ class DraftCoordinator:
 
         Reads token values only of requests with a prediction; the others' last token may be a placeholder.
         """
-        rounds: list[tuple[Ask, DisabledReason | None]] = []
-        choice = DrafterChoice(self._drafters, now_s)
-        for request in requests:
-            self.num_asks += 1
-            if guess := self._predictions.guess(request):
-                self._draft_from_prediction(request, guess)
-            elif not self._is_opening(request):
-                rounds.append(self._ask_of(request, choice))
+        asks, reasons = self._asks_of(requests, now_s)
+        lengths = [AskLength(ask.bound) for ask in asks] if self._pricing is None else self._pricing.ask_all(asks)
         wanted: list[WantedDraft] = []
         outbox: Outbox = {}
         num_rounds: collections.Counter[str] = collections.Counter()
         # a round without a draft does not count for a drafter's yield if the price forbids drafts
         is_forbidden = self._pricing is not None and self._pricing.price == NEVER
-        for ((request, drafter_id, *_), reason), asked in zip(rounds, self._lengths_of(rounds), strict=True):
-            request.metrics.disabled_reason = reason or asked.reason
-            if drafter_id and (asked.length or not is_forbidden):
+        sessions = self._sessions
+        for (request, drafter_id, _, _), reason, (length, price_reason) in zip(asks, reasons, lengths, strict=True):
+            request.metrics.disabled_reason = reason or price_reason
+            session = sessions.get(request.request_id)
+            if drafter_id and (length or not is_forbidden):
                 num_rounds[drafter_id] += 1
-            if request.plan.is_off:
+            if drafter_id and length:
+                if session is None or session.drafter_id != drafter_id:
+                    session = self._begin_session(request, drafter_id, outbox)
+                wanted.append(WantedDraft(request, session, length))
+            elif session is not None and request.plan.is_off:
                 self._end_session(request.request_id, outbox)
-            elif drafter_id and asked.length > 0:
-                is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
-                assert is_allowed, "a drafter was chosen that may not be asked"
-                wanted.append(WantedDraft(request, self._ensure_session(request, drafter_id, outbox), asked.length))
-            else:
-                self._end_round(request)
+            elif session is not None:
+                session.round = None  # its draft will be stale
+        are_allowed = [self._drafters[id_].breaker.allow(now_s) for id_ in {one.session.drafter_id for one in wanted}]
+        assert all(are_allowed), "a drafter was chosen that may not be asked"
         self._num_steps += bool(num_rounds)
         for drafter_id in num_rounds.keys() & self._drafters.keys():
             self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], self._num_steps)
         self._send(outbox)
         return wanted
 
-    def send(self, wanted: Iterable[WantedDraft], now_s: float) -> None:
+    def send(self, wanted: Sequence[WantedDraft], now_s: float) -> None:
         """Ask for the chosen drafts and hold their requests, once the tokens that the drafts follow are known."""
-        outbox: Outbox = {}
-        for request, session, length in wanted:
-            self.num_asked_tokens += length
-            request.metrics.enabled = True
-            opening_s = None if session.has_answered else self._config.background_opening_s
-            until_s = None if opening_s is None else now_s + opening_s
-            messages = self._begin_round(request, session, length, now_s, until_s)
-            outbox.setdefault(session.drafter_id, []).extend(messages)
-            if until_s is None:
-                request.hold_until_s = now_s + self._drafters[session.drafter_id].timer_of(session).deadline_s
-        self._send(outbox)
+        self.num_asked_tokens += sum([one.length for one in wanted])
+        self._send(self._asking.begin_all(wanted, now_s))
 
     def _send(self, outbox: Mapping[str, Sequence[VerifierMessage]]) -> None:
         for drafter_id, messages in outbox.items():
@@ -335,7 +341,8 @@ class DraftCoordinator:
 
     def _draft_from_prediction(self, request: Request, guess: tuple[int, ...]) -> None:
         """Use a prediction's guess as the draft, within the price: point masses that follow from committed tokens."""
-        self._end_round(request)
+        if (session := self._sessions.get(request.request_id)) is not None:
+            session.round = None
         self._answered.pop(request.request_id, None)  # accepted tokens are not a drafter's
         bound, reason = self._bound_of(request)
         length = min(len(guess), bound)
@@ -350,16 +357,6 @@ class DraftCoordinator:
             )
             request.metrics.enabled = True
 
-    def _is_opening(self, request: Request) -> bool:
-        """Return whether a background round is in flight: the drafter prefills, the request runs without drafts."""
-        session = self._sessions.get(request.request_id)
-        return session is not None and session.background_until_s is not None and not request.plan.is_off
-
-    def _end_round(self, request: Request) -> None:
-        """Forget the request's round: its draft will be stale."""
-        if (session := self._sessions.get(request.request_id)) is not None:
-            session.round = None
-
     def close(self, request: Request) -> None:
         """Forget a finished request, whose states are still there, and let its drafter free the session."""
         outbox: Outbox = self.filing.ending(request, self._drafters)
@@ -370,46 +367,57 @@ class DraftCoordinator:
         self._texts.forget(request.request_id)
         self._send(outbox)
 
-    def _ask_of(self, request: Request, choice: DrafterChoice) -> tuple[Ask, DisabledReason | None]:
-        """Return the longest draft that a request may ask for, by counts and never by drawn tokens; if 0, why."""
-        bound, reason = self._bound_of(request)
-        session = self._sessions.get(request.request_id)
-        drafter_id = None if request.plan.is_off else choice.of(request.plan, session, is_asking=bound > 0)
-        if bound > 0 and drafter_id is None:
-            is_known = bool(self._drafters)
-            reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
-            bound = 0
-        needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
-        return Ask(request, drafter_id or "", bound, needs), reason
+    def _asks_of(self, requests: Iterable[Request], now_s: float) -> tuple[list[Ask], list[DisabledReason | None]]:
+        """Return the longest drafts that a step's requests may ask for, by counts and never by drawn tokens.
 
-    def _lengths_of(self, rounds: Sequence[tuple[Ask, DisabledReason | None]]) -> Sequence[AskLength]:
-        """Begin the priced rounds of a step: decide how many tokens to ask for."""
-        if self._pricing is None:
-            return [AskLength(ask.bound) for ask, _ in rounds]
-        return self._pricing.ask_all([ask for ask, _ in rounds])
+        Of those that may ask for none also why. A prediction's guess becomes its request's draft at once; while a
+        drafter reads a prompt in the background, its request asks for nothing.
+        """
+        asks: list[Ask] = []
+        reasons: list[DisabledReason | None] = []
+        sessions, drafters, choice = self._sessions, self._drafters, DrafterChoice(self._drafters, now_s)
+        for request in requests:
+            self.num_asks += 1
+            plan, session = request.plan, sessions.get(request.request_id)
+            is_off = plan.draft_length == 0 and plan.drafter_id is None
+            if request.prediction_token_ids and (guess := self._predictions.guess(request)):
+                self._draft_from_prediction(request, guess)
+                continue
+            if session is not None and not is_off and session.background_until_s is not None:
+                continue
+            bound, reason = self._bound_of(request)
+            own_id = None if session is None or is_off else session.drafter_id
+            drafter_id = own_id if own_id in choice.sure and plan.drafter_id in (None, own_id) else None
+            if drafter_id is None and not is_off:
+                drafter_id = choice.of(plan, session, is_asking=bound > 0)
+            if bound > 0 and drafter_id is None:
+                reason = DisabledReason.DRAFTER_TIMEOUT if drafters else DisabledReason.DRAFTER_UNAVAILABLE
+                bound = 0
+            needs = NO_NEEDS if drafter_id is None else drafters[drafter_id].needs
+            asks.append(Ask(request, drafter_id or "", bound, needs))
+            reasons.append(reason)
+        return asks, reasons
 
-    def _bound_of(self, request: Request) -> AskLength:
+    def _bound_of(self, request: Request) -> tuple[int, DisabledReason | None]:
         """Return the longest draft that plan, request and remaining places allow; if it is 0, with the reason."""
-        sampling = request.sampling
-        if sampling.num_speculative_tokens == 0:
-            return AskLength(0, DisabledReason.REQUEST_OPT_OUT)
-        length = request.plan.draft_length
-        if length == 0:
-            return AskLength(0, request.plan.disabled_reason)
+        sampling, length = request.sampling, request.plan.draft_length
         if sampling.num_speculative_tokens is not None:
+            if sampling.num_speculative_tokens == 0:
+                return 0, DisabledReason.REQUEST_OPT_OUT
             length = min(length, sampling.num_speculative_tokens)
+        if length == 0:
+            return 0, request.plan.disabled_reason
         # one place is left for the bonus token
-        remaining_output = sampling.max_tokens - request.num_output_tokens - 1
-        remaining_context = self._config.max_model_len - request.num_tokens - 1
-        bound = max(0, min(length, remaining_output, remaining_context))
-        return AskLength(bound, None if bound else request.metrics.disabled_reason)  # no place left: no new reason
+        limit = min(request.num_prompt_tokens + sampling.max_tokens, self._config.max_model_len)
+        left = limit - len(request.token_ids) - 1
+        if left > 0:
+            return min(length, left), None
+        return 0, request.metrics.disabled_reason  # no new reason
 
-    def _ensure_session(self, request: Request, drafter_id: str, outbox: Outbox) -> DraftSession:
-        session = self._sessions.get(request.request_id)
-        if session is None or session.drafter_id != drafter_id:
-            self._end_session(request.request_id, outbox)
-            session = self._sessions[request.request_id] = DraftSession(drafter_id)
-            self._drafters[drafter_id].session_ids.add(request.request_id)
+    def _begin_session(self, request: Request, drafter_id: str, outbox: Outbox) -> DraftSession:
+        self._end_session(request.request_id, outbox)
+        session = self._sessions[request.request_id] = DraftSession(drafter_id)
+        self._drafters[drafter_id].session_ids.add(request.request_id)
         return session
 
     def _end_session(self, request_id: str, outbox: Outbox) -> None:
@@ -418,40 +426,3 @@ class DraftCoordinator:
             self._texts.note_end(request_id, session)
             self._drafters[session.drafter_id].session_ids.discard(request_id)
             outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
-
-    def _begin_round(
-        self,
-        request: Request,
-        session: DraftSession,
-        max_length: int,
-        now_s: float,
-        background_until_s: float | None,
-    ) -> list[VerifierMessage]:
-        """Begin a round: return the messages with the tokens and states that the drafter lacks, and the ask."""
-        messages: list[VerifierMessage] = []
-        if session.num_sent_tokens == 0:
-            messages.append(self.filing.opening(request))
-            session.num_sent_tokens, request.target_rows = request.num_tokens, []
-        messages.extend(unsent_states(self._states, self._drafters[session.drafter_id].needs, request, session))
-        self._num_rounds += 1
-        # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
-        is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
-        max_nodes = self._config.max_tree_nodes if is_tree else 0
-        messages.append(
-            Commit(
-                request_id=request.request_id,
-                round_id=self._num_rounds,
-                position=session.num_sent_tokens,
-                token_ids=tuple(request.token_ids[session.num_sent_tokens :]),
-                max_length=max_length,
-                max_nodes=max_nodes,
-                predicted_ids=request.predicted_ids,
-                forced_ids=request.forced_ids,
-                target_rows=tuple(request.target_rows),
-            )
-        )
-        session.num_sent_tokens, request.target_rows = request.num_tokens, []
-        session.round = OutstandingRound(
-            self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s
-        )
-        return messages

@@ -69,6 +69,7 @@ class DrafterRecord:
 
     vocab_size: int
     needs: DraftNeeds
+    is_plain: bool  # it needs nothing but tokens
     timer: RoundTimer
     opening_timer: RoundTimer  # for rounds that include the drafter's prefill
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
@@ -82,6 +83,7 @@ class DrafterRecord:
         return cls(
             vocab_size,
             needs,
+            is_plain=not (needs.taps or needs.predictions or needs.num_top),
             timer=RoundTimer(first_s=first_s, min_s=min_s, max_s=max_s),
             opening_timer=RoundTimer(first_s=first_s, min_s=max_s / 4, max_s=max_s),
         )
@@ -117,6 +119,8 @@ class DrafterChoice:
     def __init__(self, drafters: Mapping[str, DrafterRecord], now_s: float) -> None:
         self._drafters, self._now_s = drafters, now_s
         self._num_placed: Counter[str] = Counter()  # sessions that are to begin, and probes, by drafter
+        closed = (id_ for id_, record in drafters.items() if record.breaker.state is BreakerState.CLOSED)
+        self.sure = frozenset(closed)  # drafters that may be asked by any number of requests
 
     def of(self, plan: SpeculationPlan, session: DraftSession | None, *, is_asking: bool) -> str | None:
         """Return the plan's drafter if its breaker allows it, else the session's, else that with fewest sessions.

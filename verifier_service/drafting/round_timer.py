@@ -65,10 +65,10 @@ class LateShare:
     _num_in_time: float = 0.0
     _counted_s: float = 0.0  # time to which the counts have decayed
 
-    def observe(self, now_s: float, *, is_late: bool) -> None:
-        """Count a draft when it arrives, or when its deadline passes."""
+    def observe(self, now_s: float, *, is_late: bool, count: int = 1) -> None:
+        """Count drafts when they arrive, or when their deadline passes."""
         num_late, num_in_time = self._decayed(now_s)
-        self._num_late, self._num_in_time = num_late + is_late, num_in_time + (not is_late)
+        self._num_late, self._num_in_time = num_late + is_late * count, num_in_time + (not is_late) * count
         self._counted_s = max(self._counted_s, now_s)
 
     def share_at(self, now_s: float) -> float:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.control import ChangeDraft
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop

@@ -112,7 +112,7 @@ class PipelinedEngine(VerifierEngine):
     def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         if step.is_pipelined:
             requests = self._requests
-            here = (one for one in step.wanted if requests.get(one.request.request_id) is one.request)
+            here = [one for one in step.wanted if requests.get(one.request.request_id) is one.request]
             self.drafting.send(here, self._ended_s)
         else:
             super()._ask(step, outcomes)

@@ -89,21 +89,21 @@ def build_batch(
 
     `copies`: KV blocks (source, target); `moves`: KV slots (source, target).
     """
+    numbers: tuple[list[int], ...] = ([], [], [], [])
+    token_ids, positions, slot_mapping, logits_indices = numbers
     batch = ScheduledBatch(
-        token_ids=[],
-        positions=[],
-        slot_mapping=[],
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
         query_lengths=[item.num_new_tokens for item in items],
         context_lengths=[item.request.num_computed_tokens + item.num_new_tokens for item in items],
         block_tables=[item.request.block_table for item in items],
-        logits_indices=[],
+        logits_indices=logits_indices,
         move_sources=[source for source, _ in moves],
         move_targets=[target for _, target in moves],
         copy_sources=[source for source, _ in copies],
         copy_targets=[target for _, target in copies],
     )
-    token_ids, logits_indices = batch.token_ids, batch.logits_indices
-    positions, slot_mapping = batch.positions, batch.slot_mapping
     trees: list[Tree | None] = []  # of each item; None: a chain
     for item, stop in zip(items, batch.context_lengths, strict=True):
         request, draft = item.request, item.draft
@@ -122,23 +122,27 @@ def build_batch(
             num_rows += len(draft.token_ids)
             # A drafter's vocabulary may be padded beyond the target's. A padding id has target probability 0 and is
             # never accepted, but needs a valid embedding at its position.
-            is_padding = max(draft.token_ids) >= vocab_size
-            token_ids.extend([min(id_, vocab_size - 1) for id_ in draft.token_ids] if is_padding else draft.token_ids)
+            token_ids.extend(draft.token_ids)
+            if max(draft.token_ids) >= vocab_size:
+                token_ids[1 - num_rows :] = [min(token_id, vocab_size - 1) for token_id in draft.token_ids]
         if item.masks is not None:
             num_rows += item.masks.num_tokens
             token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
         if item.samples:
             logits_indices.extend(range(len(token_ids) - num_rows, len(token_ids)))
-        is_tree = item.masks is not None or (draft is not None and draft.parents is not None)
-        tree = _tree_of(item) if is_tree else None
+        tree = None if draft is None and item.masks is None else _tree_of(item)
         trees.append(tree)
         positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
         slot_mapping.extend(slots_of(request.block_table, range(start, stop), block_size))
     if any(trees):
-        batch.tree_parents.extend([] if tree is None else tree.parents for tree in trees)
-        if any(tree is not None and tree.ends for tree in trees):
-            batch.tree_ends.extend([] if tree is None else tree.ends for tree in trees)
+        _add_trees(batch, trees)
     return batch
+
+
+def _add_trees(batch: ScheduledBatch, trees: Sequence[Tree | None]) -> None:
+    batch.tree_parents.extend([] if tree is None else tree.parents for tree in trees)
+    if any(tree is not None and tree.ends for tree in trees):
+        batch.tree_ends.extend([] if tree is None else tree.ends for tree in trees)
 
 
 def _tree_of(item: ScheduledRequest) -> Tree | None:

@@ -28,7 +28,8 @@ from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.step_profile import measure_step_profile

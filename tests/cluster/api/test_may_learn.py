@@ -15,7 +15,8 @@ from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.common.api_keys import PARTITION_CHARS, ApiKeys, hash_api_key
 from outrider.cluster.gateway.journal import Journal
 from outrider.cluster.gateway.rollout_memory import RolloutMemory
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.messages.draft import DrafterEvent, Open
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SpeculationPlan

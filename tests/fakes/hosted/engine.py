@@ -17,6 +17,7 @@ from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open,
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
 from outrider.verifier_service.messages.wire import decode, encode
+from support import parts
 
 VOCAB_SIZE = 97
 MAX_MODEL_LEN = 512
@@ -88,9 +89,9 @@ class PlayedPool:
     def send(self, relays: Sequence[Relay]) -> None:
         for relay in relays:
             if relay.peer in self._up:
-                message = decode(relay.payload, VERIFIER_MESSAGES)
-                self.sent.append((relay.peer, message))
-                self._hear(relay.peer, message)
+                for message in parts.singly([decode(relay.payload, VERIFIER_MESSAGES)]):
+                    self.sent.append((relay.peer, message))
+                    self._hear(relay.peer, message)
 
     def wait(self, timeout_s: float) -> list[PeerState | Relay]:
         begin_s, now_s = self._clock.now_s, self._clock.now_s

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.served_texts import MAX_TOKENS_AT_ONCE, TOKENS_PER_S
 from outrider.verifier_service.messages.draft import (
     MAX_SAMPLE_TOKENS,

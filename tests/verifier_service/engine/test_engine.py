@@ -32,6 +32,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     TokenOrigin,
 )
+from support import parts
 
 EXPECTED = greedy_tokens(40)
 WRONG = {token_id: (token_id + 1) % 97 for token_id in range(97)}
@@ -361,7 +362,7 @@ class WildDrafts:
     num_trees: int = 0
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        for message in messages:
+        for message in parts.singly(messages):
             self._take(message)
 
     def poll(self) -> list[DrafterEvent]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request
+from outrider.verifier_service.drafting.drafter_record import DraftSession
 from outrider.verifier_service.engine.loop import engine_load, update_frames
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -134,7 +135,7 @@ def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_heard_of_n
 
 def test_a_loop_that_checks_ends_when_something_is_kept_of_a_request_that_is_gone():
     loop = Loop(NEVER_S)
-    loop.engine.drafting._sessions["gone"] = object()
+    loop.engine.drafting._sessions["gone"] = DraftSession("d")
     with pytest.raises((EOFError, ConnectionError)):
         loop.hear_until(lambda: False)
     loop.thread.join(PATIENCE_S)

@@ -29,7 +29,8 @@ from exactness.small_engines import (
 )
 from fakes.processed import processed_row, warpers
 from outrider.verifier_service.cpu.kernels import load_kernels
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.asking import CoordinatorConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine import step_rows
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.messages.request import (
