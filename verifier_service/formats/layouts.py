@@ -144,3 +144,150 @@ def _numbers_in(name: str, scales: str, dtypes: tuple[str, ...], optional: tuple
 FP8_INVERSE = _numbers_in("FP8", ".weight_scale_inv", FLOAT8)  # DeepSeek's name and transformers'; it multiplies
 FP8 = _numbers_in("FP8", ".weight_scale", FLOAT8)
 INT8 = _numbers_in("INT8", ".weight_scale", ("I8",), optional=(".weight_zero_point",))
+
+
+# --- INT4 and INT8 packed into words ---
+
+
+def _grouped(
+    codes: torch.Tensor,  # [rows, columns]
+    zeros: torch.Tensor | int,  # [rows, groups]
+    scales: torch.Tensor,  # [rows, groups]
+    groups: torch.Tensor | None,  # [columns]
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    """Return (codes - zeros) * scales, each group's for its columns: in order, or by `groups`."""
+    shape = tuple(codes.shape)
+    if groups is not None:
+        scales = scales[:, groups.long()]
+        zeros = zeros if isinstance(zeros, int) else zeros[:, groups.long()]
+    lowered = codes - (zeros if isinstance(zeros, int) else spread(zeros, shape, blocks))
+    return lowered * spread(scales, shape, blocks)
+
+
+def _pack_quantized(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+    words = parts[".weight_packed"]
+    bits = WORD_BITS // step(shape[1], words.shape[1], WORDS)
+    codes, half = unpack(words, bits, 1)[:, : shape[1]], 1 << (bits - 1)
+    zeros: torch.Tensor | int = half
+    if (packed := parts.get(".weight_zero_point")) is not None:
+        zeros = unpack(packed, bits, 0)[: shape[0]]
+    return _grouped(codes, zeros, parts[".weight_scale"], parts.get(".weight_g_idx"), blocks)
+
+
+def gptq(bits: int, zero_offset: int) -> Layout:
+    """Return GPTQ's layout (Frantar et al., 2023, arXiv:2210.17323): a weight's transpose, packed along its columns.
+
+    `zero_offset`: what is taken off zero points before they are packed; 1, but for the second version of the format.
+    """
+
+    def dequantize(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+        codes = unpack(parts[".qweight"], bits, 0).T
+        zeros = (unpack(parts[".qzeros"], bits, 1).T + zero_offset) & ((1 << bits) - 1)
+        return _grouped(codes, zeros, parts[".scales"].T, parts.get(".g_idx"), blocks)
+
+    return Layout(
+        name=f"INT{bits} (GPTQ)",
+        codes=".qweight",
+        needs=".scales",
+        dtypes=("I32",),
+        dequantize=dequantize,
+        shape=lambda shapes: (shapes[".scales"][1], shapes[".qweight"][0] * WORD_BITS // bits),
+        optional=(".qzeros", ".g_idx"),
+        axes={".qweight": (1, 0), ".scales": (1, 0), ".qzeros": (1, 0), ".g_idx": (None, 0)},
+        index=".g_idx",
+    )
+
+
+def _awq(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+    codes, zeros = (unpack(parts[suffix], 4, 1, AWQ_ORDER).T for suffix in (".qweight", ".qzeros"))
+    return _grouped(codes, zeros, parts[".scales"].T, None, blocks)
+
+
+AWQ = Layout(  # Lin et al., 2024, arXiv:2306.00978: a weight's transpose, packed along its rows
+    name="INT4 (AWQ)",
+    codes=".qweight",
+    needs=".scales",
+    dtypes=("I32",),
+    dequantize=_awq,
+    shape=lambda shapes: (shapes[".scales"][1], shapes[".qweight"][0]),
+    optional=(".qzeros",),
+    axes=dict.fromkeys((".qweight", ".scales", ".qzeros"), (1, 0)),
+)
+PACK_QUANTIZED = Layout(
+    name="packed INT",
+    codes=".weight_packed",
+    needs=".weight_scale",
+    dtypes=("I32",),
+    dequantize=_pack_quantized,
+    shape=lambda shapes: shapes[".weight_shape"],
+    optional=(".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    axes={".weight_g_idx": (None, 0), ".weight_shape": (None, None)},
+    index=".weight_g_idx",
+)
+
+
+# --- FP4, two in a byte ---
+
+
+def _fp4(codes: str, factor: str = "", divisor: str = "") -> Callable[[Parts, Shape, Sequence[int]], torch.Tensor]:
+    """`factor`, `divisor`: a number for the whole weight."""
+
+    def dequantize(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+        scales = spread(parts[".weight_scale"], shape, blocks)
+        if factor:
+            scales = scales * parts[factor].float()
+        if divisor:
+            scales = scales / parts[divisor].float()
+        return unpack_fp4(parts[codes]) * scales
+
+    return dequantize
+
+
+def _double_width(suffix: str) -> Callable[[Shapes], Shape]:
+    return lambda shapes: (*shapes[suffix][:-1], 2 * shapes[suffix][-1])
+
+
+NVFP4 = Layout(  # compressed-tensors' names
+    name="NVFP4",
+    codes=".weight_packed",
+    needs=".weight_global_scale",
+    dtypes=("U8",),
+    dequantize=_fp4(".weight_packed", divisor=".weight_global_scale"),
+    shape=_double_width(".weight_packed"),
+    optional=(".weight_scale",),
+)
+NVFP4_MODELOPT = Layout(
+    name="NVFP4",
+    codes=".weight",
+    needs=".weight_scale_2",
+    dtypes=("U8",),
+    dequantize=_fp4(".weight", factor=".weight_scale_2"),
+    shape=_double_width(".weight"),
+    optional=(".weight_scale",),
+)
+MXFP4_PACKED = Layout(
+    name="MXFP4",
+    codes=".weight_packed",
+    needs=".weight_scale",
+    dtypes=("U8",),
+    dequantize=_fp4(".weight_packed"),
+    shape=_double_width(".weight_packed"),
+)
+
+
+def _mxfp4(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
+    scales = (parts["_scales"].float() - E8M0_BIAS).exp2()[..., None]
+    return (unpack_fp4(parts["_blocks"]) * scales).flatten(2).transpose(1, 2)
+
+
+MXFP4 = Layout(  # gpt-oss: [experts, rows, blocks, 16 bytes], of which the library's modules have the transpose
+    name="MXFP4",
+    codes="_blocks",
+    needs="_scales",
+    dtypes=("U8",),
+    dequantize=_mxfp4,
+    shape=lambda shapes: (shapes["_blocks"][0], shapes["_blocks"][2] * 32, shapes["_blocks"][1]),
+    plain="",
+    axes=dict.fromkeys(("_blocks", "_scales"), (0, 2, 1)),
+)

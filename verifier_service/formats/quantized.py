@@ -20,7 +20,20 @@ from typing import Any
 import torch
 
 from outrider.verifier_service.formats.checkpoint import Checkpoint, Shard, WeightError
-from outrider.verifier_service.formats.layouts import FP8, FP8_INVERSE, INT8, Layout, Shape
+from outrider.verifier_service.formats.layouts import (
+    AWQ,
+    FP8,
+    FP8_INVERSE,
+    INT8,
+    MXFP4,
+    MXFP4_PACKED,
+    NVFP4,
+    NVFP4_MODELOPT,
+    PACK_QUANTIZED,
+    Layout,
+    Shape,
+    gptq,
+)
 
 CONFIG_NAME = "config.json"
 QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
@@ -41,7 +54,6 @@ class FormatError(WeightError):
 class Format:
     """What a `quantization_config` says of the weights."""
 
-    method: str
     layouts: tuple[Layout, ...]
     blocks: tuple[int, ...] = ()  # sizes of blocks and groups
 
@@ -58,9 +70,8 @@ def read_format(folder: Path) -> Format | None:
 def format_of(config: Config) -> Format:
     """Return what a `quantization_config` says of the weights. Raises `FormatError` naming the field."""
     method = config.get("quant_method")
-    if not isinstance(method, str) or method not in _METHODS:
-        raise FormatError(f"{_FIELD}.quant_method: {method!r} is not read, only {', '.join(sorted(_METHODS))}")
-    return Format(method=method, layouts=_METHODS[method](config), blocks=tuple(_blocks(config)))
+    _require("quant_method", method, tuple(_METHODS))
+    return Format(layouts=_METHODS[str(method)](config), blocks=tuple(_blocks(config)))
 
 
 def _blocks(config: Config) -> Iterator[int]:
@@ -77,23 +88,53 @@ def _is_size(value: object) -> bool:
 
 
 def _compressed_tensors(config: Config) -> tuple[Layout, ...]:
-    known = ("float-quantized", "int-quantized", "naive-quantized", "mixed-precision", "dense")
     groups = (config.get("config_groups") or {}).values()
     for given in (config.get("format"), *(group.get("format") for group in groups)):
-        if given is not None and given not in known:
-            raise FormatError(f"{_FIELD}.format: {given!r} is not read, only {', '.join(known)}")
+        _require("format", given or "dense", _COMPRESSED)
+    for group in groups:
+        _require("num_bits", (group.get("weights") or {}).get("num_bits", 8), (4, 8))
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise FormatError(f"{_FIELD}.sparsity_config: sparse weights are not read")
     if (config.get("transform_config") or {}).get("config_groups"):
         raise FormatError(f"{_FIELD}.transform_config: turned weights are not read")
-    return FP8, INT8
+    return PACK_QUANTIZED, MXFP4_PACKED, NVFP4, FP8, INT8  # NVFP4 has MXFP4's tensors and one more
+
+
+def _gptq(config: Config) -> tuple[Layout, ...]:
+    _require("bits", config.get("bits"), (4, 8))
+    _require("checkpoint_format", config.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
+    return (gptq(config["bits"], zero_offset=1 if config.get("checkpoint_format", "gptq") == "gptq" else 0),)
+
+
+def _awq(config: Config) -> tuple[Layout, ...]:
+    _require("bits", config.get("bits", config.get("w_bit")), (4,))
+    _require("version", str(config.get("version", "gemm")).lower(), ("gemm",))
+    return (AWQ,)
+
+
+def _modelopt(config: Config) -> tuple[Layout, ...]:
+    _require("quant_algo", config.get("quant_algo"), ("FP8", "NVFP4", "MIXED_PRECISION"))
+    return NVFP4_MODELOPT, FP8
+
+
+def _require(name: str, given: object, known: tuple[object, ...]) -> None:
+    if given not in known:
+        raise FormatError(f"{_FIELD}.{name}: {given!r} is not read, only {', '.join(map(str, known))}")
 
 
 _FIELD = "quantization_config"
+_COMPRESSED = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mixed-precision", "dense"),
+)
 _METHODS: dict[str, Callable[[Config], tuple[Layout, ...]]] = {
-    "fp8": lambda config: (FP8_INVERSE, FP8),
-    "fbgemm_fp8": lambda config: (FP8,),
+    "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": lambda config: (FP8,),
+    "fp8": lambda config: (FP8_INVERSE, FP8),
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "mxfp4": lambda config: (MXFP4,),
 }
 
 
@@ -125,7 +166,7 @@ class PlainTensors:
         self._known = set(self.names)
 
     def _find(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, _Stored]]:
-        """Yield the weights that are held in one of these layouts, by their plain names."""
+        """Yield the weights that are held in these layouts, by their plain names; of two that fit, the last counts."""
         for layout in layouts:
             for needed in self._files.names:
                 base = needed.removesuffix(layout.needs)
