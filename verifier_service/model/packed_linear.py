@@ -134,11 +134,14 @@ class Int8Linear(nn.Module):
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    quantization: Quantization | None = None,
+    scales: torch.Tensor | None = None,
 ) -> nn.Module:
-    """Build the fastest linear for a weight [out_features, in_features]."""
-    if quantization == "int8":
-        quantized, scales = quantize(weight)
+    """Build the fastest linear for a weight [out_features, in_features]; with `scales`, as `quantize`'s, in int8."""
+    if quantization == "int8" or scales is not None:
+        quantized, scales = quantize(weight, scales)
         if has_kernel(weight, torch.int8):
             return PanelLinear(quantized, bias, dtype=weight.dtype, scales=scales)
         return Int8Linear(quantized, scales, bias)
@@ -147,13 +150,15 @@ def make_linear(
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
 
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a weight to int8, symmetric per output channel: int8 [out_features, in_features], scales [out_features].
 
-    As the weights in LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339); activations are not quantised.
+    As the weights in LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339); activations are not quantised. `scales` of a
+    weight that was int8 before give it back, also where it went through bfloat16, whose error is half a step at most.
     """
-    scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
+    if scales is None:
+        scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (weight.float() / scales[:, None]).round_().clamp_(-128, 127).to(torch.int8), scales
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:

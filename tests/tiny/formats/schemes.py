@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,31 +31,31 @@ class Scheme:
     write: Callable[[torch.Tensor], Written]
     config: Mapping[str, Any]
     extra: Tensors = field(default_factory=dict)  # beside every weight: what is said of activations
+    names: str = QUANTIZED
 
 
 def write_quantized(folder: Path, scheme: Scheme, model_type: str = "llama", **options: Any) -> PreTrainedModel:
     """Write a random model's checkpoint in a scheme; return the library's model with the weights that it stands for."""
     make_checkpoint(folder, model_type, **options)
+    shutil.copytree(folder, folder / "plain")
+    save_file(quantize(folder, scheme), folder / "plain" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager", dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+def quantize(folder: Path, scheme: Scheme) -> Tensors:
+    """Write a plain checkpoint anew in a scheme; return the tensors that it now stands for, by their plain names."""
     tensors, plain = load_file(folder / "model.safetensors"), {}
     for name, weight in list(tensors.items()):
-        if re.search(QUANTIZED, name):
-            parts, plain[name] = scheme.write(tensors.pop(name).float())
-            base = name.removesuffix(".weight")
+        plain[name] = weight
+        if re.search(scheme.names, name):
+            parts, stands_for = scheme.write(tensors.pop(name).float())
+            plain[name], base = stands_for.contiguous(), name.removesuffix(".weight")
             tensors |= {base + suffix: part.clone().contiguous() for suffix, part in (parts | scheme.extra).items()}
-        else:
-            plain[name] = weight
-    reference = library_model(folder, plain)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(scheme.config)}))
-    return reference
-
-
-def library_model(folder: Path, plain: Tensors) -> PreTrainedModel:
-    """Load plain weights into the library's model of a folder."""
-    save_file({name: weight.contiguous() for name, weight in plain.items()}, folder / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+    return plain
 
 
 def blocks_of(size: int, block: int) -> list[slice]:
@@ -303,3 +304,8 @@ SCHEMES |= {
         extra=STATIC,
     ),
 }
+MXFP4_EXPERTS = Scheme(  # gpt-oss
+    write=mxfp4_experts,
+    config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+    names=r"experts\.(gate_up|down)_proj$",
+)

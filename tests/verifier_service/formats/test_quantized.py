@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from outrider.verifier_service.formats.checkpoint import Shard
-from outrider.verifier_service.formats.quantized import open_checkpoint
-from tiny.formats.schemes import SCHEMES, write_quantized
+from outrider.verifier_service.formats.checkpoint import Shard, WeightError
+from outrider.verifier_service.formats.quantized import FormatError, format_of, open_checkpoint, read_format
+from tiny.formats.schemes import SCHEMES, compressed, write_quantized
 
 GATE, DOWN = "model.layers.1.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
@@ -32,3 +35,60 @@ def test_a_slice_is_that_of_the_whole(tmp_path: Path, scheme: str, name: str, di
         for start, stop in ((0, 48), (48, 96), (33, 41), (95, 96)):
             got = source.read(name, Shard(dim=dim, start=start, stop=stop))
             torch.testing.assert_close(got, expected.narrow(dim, start, stop - start), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method: 'hqq'"),
+        ({"bits": 4}, "quant_method: None"),
+        ({"quant_method": "gptq", "bits": 3}, "bits: 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: 'gemv'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: 'W4A8_AWQ'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: 'marlin-24'"),
+        ({**SCHEMES["compressed-int4"].config, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({**SCHEMES["compressed-int4"].config, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        (compressed("pack-quantized", num_bits=3, type="int"), "num_bits: 3"),
+    ],
+)
+def test_an_unknown_format_is_refused_by_its_field(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=rf"quantization_config\.{message}"):
+        format_of(config)
+
+
+def test_a_multimodal_models_text_part_may_say_it(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {"quantization_config": SCHEMES["awq"].config}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_format(tmp_path) == format_of(SCHEMES["awq"].config)
+
+
+def test_a_weight_that_has_lost_its_scales_is_named(tmp_path: Path) -> None:
+    write_quantized(tmp_path, SCHEMES["fp8-blocks"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"{GATE}_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as source:
+        assert not source.is_plain(GATE)
+        with pytest.raises(WeightError, match=rf"{GATE}' is F8_E4M3, and nothing says how"):
+            source.read(GATE)
+
+
+def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    write_quantized(tmp_path, SCHEMES["fp8-blocks"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{GATE}_scale_inv"] = torch.ones(7, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with (
+        open_checkpoint(tmp_path) as source,
+        pytest.raises(WeightError, match=rf"{GATE}' \(FP8\): 7 numbers cannot stand for 96"),
+    ):
+        source.read(GATE)
+
+
+def test_last_blocks_may_be_smaller(tmp_path: Path) -> None:
+    write_quantized(tmp_path, SCHEMES["fp8-blocks"], intermediate_size=88)
+    with open_checkpoint(tmp_path) as source:
+        whole = source.read(GATE)
+        for start, stop in ((0, 44), (44, 88), (81, 88)):
+            assert torch.equal(source.read(GATE, Shard(dim=0, start=start, stop=stop)), whole[start:stop])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from outrider.verifier_service.messages.request import GenerationRequest, Sampli
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny.formats.schemes import SCHEMES, write_quantized
+from tiny.formats.schemes import MXFP4_EXPERTS, SCHEMES, Scheme, write_quantized
 from tiny.models import full_logits, random_sequences, scattered_batches
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_NEW_TOKENS = 64, 4, 12
-LIBRARY_DEQUANTIZES = ("fp8-blocks", "fp8-static")  # without a GPU and without further packages
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
 
 
 def make_runner(folder: Path, **fields: object) -> ModelRunner:
@@ -47,14 +48,30 @@ def test_the_decoders_logits_are_the_librarys(tmp_path: Path, scheme: str) -> No
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "phi3", "gpt_neox", "starcoder2"])
-def test_so_are_those_of_experts_fused_projections_and_the_librarys_modules(tmp_path: Path, model_type: str) -> None:
-    model = write_quantized(tmp_path, SCHEMES["fp8-blocks"], model_type)
+@pytest.mark.parametrize("scheme", ["fp8-blocks", "compressed-int4"])
+def test_so_are_those_of_experts_fused_projections_and_the_librarys_modules(
+    tmp_path: Path, model_type: str, scheme: str
+) -> None:
+    model = write_quantized(tmp_path, SCHEMES[scheme], model_type)
     require_equal(make_runner(tmp_path), model)
 
 
-@pytest.mark.parametrize("scheme", LIBRARY_DEQUANTIZES)
-def test_the_library_dequantises_the_same_files_to_the_same_weights(tmp_path: Path, scheme: str) -> None:
-    expected = write_quantized(tmp_path, SCHEMES[scheme]).state_dict()
+def test_so_are_those_of_gpt_oss(tmp_path: Path) -> None:
+    require_equal(make_runner(tmp_path), write_quantized(tmp_path, MXFP4_EXPERTS, "gpt_oss", **GPT_OSS))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model_type", "options"),
+    [
+        (SCHEMES["fp8-blocks"], "llama", {}),
+        (SCHEMES["fp8-static"], "llama", {}),
+        (MXFP4_EXPERTS, "gpt_oss", GPT_OSS),
+    ],
+)
+def test_the_library_dequantises_the_same_files_to_the_same_weights(
+    tmp_path: Path, scheme: Scheme, model_type: str, options: dict[str, Any]
+) -> None:
+    expected = write_quantized(tmp_path, scheme, model_type, **options).state_dict()
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(read[name], weight) for name, weight in expected.items())
 
@@ -68,7 +85,7 @@ def test_a_start_says_what_was_dequantised_and_its_memory(tmp_path: Path, caplog
     assert "FP8 weights are dequantised at load: 0.01 GB of bfloat16, 0.01 GB in the files" in caplog.text
 
 
-@pytest.mark.parametrize("scheme", ["fp8-blocks"])
+@pytest.mark.parametrize("scheme", ["fp8-blocks", "gptq-shuffled", "compressed-int8"])
 def test_greedy_tokens_are_the_librarys_whatever_is_drafted(tmp_path: Path, scheme: str) -> None:
     model = write_quantized(tmp_path, SCHEMES[scheme])
     prompt = random_sequences((14,))[0]
