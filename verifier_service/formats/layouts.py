@@ -24,6 +24,7 @@ WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold each of eight neighbours
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 (OCP Microscaling Formats, 2023); bit 3 is the sign
 E8M0_BIAS = 127
+INT8_SCALES = ".weight_scale"
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 WORDS = (8, 4, 16)  # numbers of 4, 8, 2 bits in one
 
@@ -143,7 +144,7 @@ def _numbers_in(name: str, scales: str, dtypes: tuple[str, ...], optional: tuple
 
 FP8_INVERSE = _numbers_in("FP8", ".weight_scale_inv", FLOAT8)  # DeepSeek's name and transformers'; it multiplies
 FP8 = _numbers_in("FP8", ".weight_scale", FLOAT8)
-INT8 = _numbers_in("INT8", ".weight_scale", ("I8",), optional=(".weight_zero_point",))
+INT8 = _numbers_in("INT8", INT8_SCALES, ("I8",), optional=(".weight_zero_point",))
 
 
 # --- INT4 and INT8 packed into words ---

@@ -25,6 +25,7 @@ from outrider.verifier_service.formats.layouts import (
     FP8,
     FP8_INVERSE,
     INT8,
+    INT8_SCALES,
     MXFP4,
     MXFP4_PACKED,
     NVFP4,
@@ -145,15 +146,19 @@ class _Stored:
     layout: Layout
     parts: dict[str, str]  # names of its tensors by suffix
     shape: Shape
+    has_row_scales: bool  # one for each row of a matrix
 
 
 class PlainTensors:
     """A checkpoint's tensors as floating-point numbers of 16 bits or more; a `TensorSource`.
 
-    Dequantised ones are of `dtype` and on `device`. Raises `WeightError` for a quantised tensor without its scales.
+    Dequantised ones are of `dtype` and on `device`. With `keeps_int8`, scales of int8 weights can be read, too, by
+    whoever makes those weights int8 again. Raises `WeightError` for a quantised tensor without its scales.
     """
 
-    def __init__(self, files: Checkpoint, found: Format | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, files: Checkpoint, found: Format | None, dtype: torch.dtype, device: torch.device, *, keeps_int8: bool
+    ) -> None:
         self._files, self._dtype, self._device = files, dtype, device
         self._blocks = () if found is None else found.blocks
         layouts = () if found is None else found.layouts
@@ -163,7 +168,8 @@ class PlainTensors:
             *self._stored,
             *(name for name in files.names if name not in parts and not (layouts and _UNUSED.search(name))),
         ]
-        self._known = set(self.names)
+        self.kept = frozenset(name for name, stored in self._stored.items() if keeps_int8 and _is_int8(name, stored))
+        self._known = {*self.names, *(self._stored[name].parts[INT8_SCALES] for name in self.kept)}
 
     def _find(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, _Stored]]:
         """Yield the weights that are held in these layouts, by their plain names; of two that fit, the last counts."""
@@ -176,7 +182,9 @@ class PlainTensors:
                 parts = {suffix: base + suffix for suffix in (layout.codes, layout.needs, *layout.optional)}
                 present = {suffix: name for suffix, name in parts.items() if name in self._files}
                 shapes = {suffix: self._shape_of(name) for suffix, name in present.items()}
-                yield base + layout.plain, _Stored(layout=layout, parts=present, shape=layout.shape(shapes))
+                shape = layout.shape(shapes)
+                by_row = shapes[layout.needs] == (shape[0], 1)
+                yield base + layout.plain, _Stored(layout=layout, parts=present, shape=shape, has_row_scales=by_row)
 
     def _shape_of(self, name: str) -> Shape:
         """Return the shape of a part; of one that is a weight's shape, that."""
@@ -228,22 +236,34 @@ class PlainTensors:
 
     @property
     def summary(self) -> str | None:
-        """What was dequantised, and the memory that it takes; None: nothing."""
-        if not self._stored:
-            return None
-        kinds = ", ".join(sorted({stored.layout.name for stored in self._stored.values()}))
-        held = sum(self._files.num_bytes(name) for stored in self._stored.values() for name in stored.parts.values())
-        plain = sum(math.prod(stored.shape) for stored in self._stored.values()) * self._dtype.itemsize
-        dtype = str(self._dtype).removeprefix("torch.")
-        sizes = f"{plain / 1e9:.2f} GB of {dtype}, {held / 1e9:.2f} GB in the files"
-        return f"{kinds} weights are dequantised at load: {sizes}"
+        """What was dequantised, what not, and the memory that each takes; None: nothing was quantised."""
+        sizes = {name: math.prod(stored.shape) for name, stored in self._stored.items()}
+        kept = sum(sizes[name] for name in self.kept)
+        lines = [f"INT8 weights stay int8: {kept / 1e9:.2f} GB"] if kept else []
+        if wide := self._stored.keys() - self.kept:
+            kinds = ", ".join(sorted({self._stored[name].layout.name for name in wide}))
+            held = sum(self._files.num_bytes(part) for name in wide for part in self._stored[name].parts.values())
+            plain, dtype = sum(sizes[name] for name in wide) * self._dtype.itemsize, str(self._dtype)[len("torch.") :]
+            took = f"{plain / 1e9:.2f} GB of {dtype}, {held / 1e9:.2f} GB in the files"
+            lines.append(f"{kinds} weights are dequantised at load: {took}")
+        return "; ".join(lines) or None
+
+
+def _is_int8(name: str, stored: _Stored) -> bool:
+    """Whether our int8 products compute with a weight's codes: symmetric, a scale for each row; no experts."""
+    is_symmetric = stored.layout is INT8 and stored.parts.keys() == {INT8.codes, INT8.needs}
+    return is_symmetric and stored.has_row_scales and ".experts." not in name
 
 
 @contextmanager
 def open_checkpoint(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    keeps_int8: bool = False,
 ) -> Iterator[PlainTensors]:
-    """Open a folder's tensors, dequantised by its config.json. Raises `WeightError`, `FormatError`."""
-    found = read_format(folder)
+    """Open a folder's tensors, dequantised by its config.json; see `PlainTensors`. Raises `WeightError`."""
+    found, device = read_format(folder), torch.device("cpu") if device is None else device
     with Checkpoint(folder) as files:
-        yield PlainTensors(files, found, dtype, torch.device("cpu") if device is None else device)
+        yield PlainTensors(files, found, dtype, device, keeps_int8=keeps_int8)

@@ -12,6 +12,7 @@ from torch import nn
 
 from outrider.verifier_service.experts.cache import ExpertCache, copier_of
 from outrider.verifier_service.formats.checkpoint import Shard
+from outrider.verifier_service.formats.layouts import INT8_SCALES
 from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
@@ -141,7 +142,7 @@ class _DecoderLoader:
         if spec.is_tied:
             self._reader.skip("lm_head.weight")  # some checkpoints have a tied weight twice
         table = nn.Embedding.from_pretrained(weight)
-        head = self._linear(weight if own is None else own)
+        head = self._linear(weight if own is None else own, None, self._scales("lm_head", spec.vocab_size, shard))
         if group.size > 1:
             head = VocabParallelHead(head, group, spec.vocab_size)
         yield "embedding", table if group.size == 1 else VocabParallelEmbedding(table, group, start)
@@ -177,7 +178,11 @@ class _DecoderLoader:
             index,
             LayerShape(num_kv_heads=len(self._kv_heads), head_dim=spec.head_dim, value_dim=spec.head_dim),
             qkv=self._qkv(prefix, order),
-            output=self._linear(self._place(output), self._summed_bias(f"{prefix}o_proj", spec.has_output_bias)),
+            output=self._linear(
+                self._place(output),
+                self._summed_bias(f"{prefix}o_proj", spec.has_output_bias),
+                self._scales(f"{prefix}o_proj", spec.hidden_size),
+            ),
             norm=self._query_key_norm(prefix, order),
             options=options,
             group=self._group,
@@ -193,10 +198,11 @@ class _DecoderLoader:
         ]
         weight = self._fused(prefix, "qkv_proj", parts, "weight", (spec.hidden_size,))
         bias = self._fused(prefix, "qkv_proj", parts, "bias", ()) if spec.has_qkv_bias else None
-        num_turned = len(self._heads) + len(self._kv_heads)
+        scales, num_turned = self._fused_scales(prefix, "qkv_proj", parts), len(self._heads) + len(self._kv_heads)
         return self._linear(
             self._place(_reordered(weight, num_turned, head_dim, order)),
             None if bias is None else self._place(_reordered(bias, num_turned, head_dim, order)),
+            None if scales is None else _reordered(scales, num_turned, head_dim, order),
         )
 
     def _query_key_norm(self, prefix: str, order: list[int] | None) -> nn.Module | None:
@@ -227,8 +233,16 @@ class _DecoderLoader:
         down_shape, columns = (spec.hidden_size, inner_size), self._cut(inner_size, own.start, own.stop, dim=1)
         down = self._reader.read(f"{prefix}down_proj.weight", down_shape, columns)
         return GatedMLP(
-            self._linear(self._place(gate_up), None if gate_up_bias is None else self._place(gate_up_bias)),
-            self._linear(self._place(down), self._summed_bias(f"{prefix}down_proj", spec.has_mlp_bias)),
+            self._linear(
+                self._place(gate_up),
+                None if gate_up_bias is None else self._place(gate_up_bias),
+                self._fused_scales(prefix, "gate_up_proj", parts),
+            ),
+            self._linear(
+                self._place(down),
+                self._summed_bias(f"{prefix}down_proj", spec.has_mlp_bias),
+                self._scales(f"{prefix}down_proj", spec.hidden_size),
+            ),
             spec.activation,
             self._group,
         )
@@ -278,8 +292,23 @@ class _DecoderLoader:
             offset += part.size if is_fused else 0
         return torch.cat(pieces)
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
-        return make_linear(weight, bias, self._quantization)
+    def _fused_scales(self, prefix: str, fused_name: str, parts: Sequence[Part]) -> torch.Tensor | None:
+        """Concatenate the int8 scales of projections that the checkpoint has in int8; None: it has other weights."""
+        names = [[f"{prefix}{fused_name}"], [f"{prefix}{part.name}" for part in parts]]
+        if not any(all(f"{name}{INT8_SCALES}" in self._reader for name in own) for own in names):
+            return None
+        return self._fused(prefix, fused_name, parts, INT8_SCALES[1:], (1,)).flatten()
+
+    def _scales(self, name: str, size: int, shard: Shard | None = None) -> torch.Tensor | None:
+        """Read the int8 scales of one projection, of a rank's rows or all; None: its weight is no int8."""
+        if f"{name}{INT8_SCALES}" not in self._reader:
+            return None
+        return self._reader.read(f"{name}{INT8_SCALES}", (size, 1), shard).flatten()
+
+    def _linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    ) -> nn.Module:
+        return make_linear(weight, bias, self._quantization, None if scales is None else scales.float())
 
     def _summed_bias(self, name: str, has_bias: bool) -> torch.Tensor | None:
         """Read the bias of a projection whose output is summed over ranks; only rank 0 adds it."""

@@ -331,6 +331,7 @@ class ModelRunner:
                 num_cached_experts=config.num_cached_experts,
             )
             self.weight_bytes_read = checkpoint.bytes_read
+            self.kept_int8 = checkpoint.kept if isinstance(checkpoint, PlainTensors) else frozenset()
             if isinstance(checkpoint, PlainTensors) and checkpoint.summary and self.group.rank == 0:
                 logger.warning("%s: %s", config.path, checkpoint.summary)
         if check:
@@ -346,7 +347,9 @@ class ModelRunner:
             return
         is_hosted = self.config.num_cached_experts is not None  # most weights: they are dequantised where they stay
         device = torch.device("cpu") if is_hosted else self.device
-        with open_checkpoint(folder, dtype=self.dtype, device=device) as checkpoint:
+        is_ours = self.config.quantization is None and read_decoder_spec(self.description) is not None
+        keeps_int8 = is_ours and self.device.type == "cpu"
+        with open_checkpoint(folder, dtype=self.dtype, device=device, keeps_int8=keeps_int8) as checkpoint:
             yield checkpoint
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:

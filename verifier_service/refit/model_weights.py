@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from outrider.verifier_service.formats.checkpoint import Shard, TensorSource, WeightError
+from outrider.verifier_service.formats.quantized import PlainTensors
 from outrider.verifier_service.model.architectures import checkpoint_names, load_model_description
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
@@ -50,10 +51,14 @@ class ModelWeights:
     def missing(self, source: TensorSource) -> tuple[str, ...]:
         """Return the tensors that a source lacks. Raises `WeightError` naming one that does not fit, or has no place.
 
-        Reads no data. Refuses all for experts in host memory.
+        Reads no data. Refuses all for experts in host memory, and other formats for weights that stay int8.
         """
         if self._runner.config.num_cached_experts is not None:
             raise WeightError("num_cached_experts: experts in host memory take no new weights while they are served")
+        if self._runner.kept_int8 != (source.kept if isinstance(source, PlainTensors) else frozenset()):
+            raise WeightError(
+                "quantization_config: weights that stay int8 take none of another format while they are served"
+            )
         reader = _ShapeReader(_Shapes(source), self._aliases)
         runner, spec = self._runner, read_decoder_spec(self._runner.description)
         if spec is not None:

@@ -11,34 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from exactness import small_engines
 from exactness.small_engines import Limits, RandomDrafts, generate, make_engine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.runner import ModelRunner
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny.formats.runners import make_runner, require_equal
 from tiny.formats.schemes import MXFP4_EXPERTS, SCHEMES, Scheme, write_quantized
-from tiny.models import full_logits, random_sequences, scattered_batches
+from tiny.models import random_sequences
 
-NUM_BLOCKS, BLOCK_SIZE, NUM_NEW_TOKENS = 64, 4, 12
+NUM_NEW_TOKENS = 12
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-
-
-def make_runner(folder: Path, **fields: object) -> ModelRunner:
-    options = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "device": "cpu", "dtype": "float32", **fields}
-    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single())
-
-
-def require_equal(runner: ModelRunner, model: PreTrainedModel) -> None:
-    """Logits within 1e-4, and the same likeliest tokens."""
-    sequences = random_sequences((41, 9, 26))
-    expected = [full_logits(model, sequence) for sequence in sequences]
-    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
-        got, wanted = runner.execute(batch), torch.stack([expected[index][position] for index, position in rows])
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-        assert torch.equal(got.argmax(1), wanted.argmax(1))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
@@ -57,7 +40,8 @@ def test_so_are_those_of_experts_fused_projections_and_the_librarys_modules(
 
 
 def test_so_are_those_of_gpt_oss(tmp_path: Path) -> None:
-    require_equal(make_runner(tmp_path), write_quantized(tmp_path, MXFP4_EXPERTS, "gpt_oss", **GPT_OSS))
+    model = write_quantized(tmp_path, MXFP4_EXPERTS, "gpt_oss", **GPT_OSS)
+    require_equal(make_runner(tmp_path), model)
 
 
 @pytest.mark.parametrize(
