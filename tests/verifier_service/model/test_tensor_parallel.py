@@ -104,7 +104,13 @@ def assert_ranks_equal(model, pair, tmp_path) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("scheme", "model_type"),
-    [("fp8-blocks", "llama"), ("fp8-blocks", "qwen3_moe"), ("gptq", "llama"), ("awq", "llama")],
+    [
+        ("fp8-blocks", "llama"),
+        ("fp8-blocks", "qwen3_moe"),
+        ("gptq", "llama"),
+        ("awq", "llama"),
+        ("compressed-int8", "llama"),
+    ],
 )
 def test_two_ranks_equal_the_library_from_a_quantised_checkpoint(pair, tmp_path, scheme, model_type):
     assert_ranks_equal(write_quantized(tmp_path, SCHEMES[scheme], model_type), pair, tmp_path)
