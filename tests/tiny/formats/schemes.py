@@ -184,8 +184,8 @@ def awq(weight: torch.Tensor) -> Written:
     return tensors, plain
 
 
-def pack_quantized(weight: torch.Tensor, bits: int = 4, *, is_symmetric: bool = True) -> Written:
-    codes, zeros, scales, plain = rounded(weight, bits, 32, is_symmetric=is_symmetric)
+def pack_quantized(weight: torch.Tensor, bits: int = 4, group: int = 32, *, is_symmetric: bool = True) -> Written:
+    codes, zeros, scales, plain = rounded(weight, bits, group, is_symmetric=is_symmetric)
     tensors = {
         ".weight_packed": packed(codes, bits),
         ".weight_scale": scales,
