@@ -37,6 +37,7 @@ from outrider.verifier_service.formats.layouts import (
 )
 
 CONFIG_NAME = "config.json"
+_MODELOPT_NAME = "hf_quant_config.json"  # older files of ModelOpt say nothing in config.json
 QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
 # of activations and of the KV cache, neither of which is quantised here
 _UNUSED = re.compile(
@@ -60,12 +61,20 @@ class Format:
 
 
 def read_format(folder: Path) -> Format | None:
-    """Return how a folder's weights are quantised, by its config.json; None: they are not. Raises `FormatError`."""
-    path = folder / CONFIG_NAME
-    whole = json.loads(path.read_text()) if path.is_file() else {}
+    """Return how a folder's weights are quantised, by config.json or ModelOpt's own file; None: they are not.
+
+    Raises `FormatError`.
+    """
+    whole = _read(folder / CONFIG_NAME)
     parts = (whole, whole.get("text_config") or {})
     config = next((part[_FIELD] for part in parts if part.get(_FIELD) is not None), None)
+    if config is None and (said := _read(folder / _MODELOPT_NAME).get("quantization")):
+        config = {"quant_method": "modelopt", **said}
     return None if config is None else format_of(config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def format_of(config: Config) -> Format:

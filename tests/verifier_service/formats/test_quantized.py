@@ -63,6 +63,14 @@ def test_a_multimodal_models_text_part_may_say_it(tmp_path: Path) -> None:
     assert read_format(tmp_path) == format_of(SCHEMES["awq"].config)
 
 
+def test_modelopts_own_file_may_say_it(tmp_path: Path) -> None:
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    found = read_format(tmp_path)
+    assert found is not None
+    assert found.layouts == format_of(SCHEMES["modelopt-nvfp4"].config).layouts
+
+
 def test_a_weight_that_has_lost_its_scales_is_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, SCHEMES["fp8-blocks"])
     tensors = load_file(tmp_path / "model.safetensors")
