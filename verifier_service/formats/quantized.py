@@ -248,12 +248,12 @@ class PlainTensors:
         """What was dequantised, what not, and the memory that each takes; None: nothing was quantised."""
         sizes = {name: math.prod(stored.shape) for name, stored in self._stored.items()}
         kept = sum(sizes[name] for name in self.kept)
-        lines = [f"INT8 weights stay int8: {kept / 1e9:.2f} GB"] if kept else []
+        lines = [f"INT8 weights stay int8: {kept / 1e9:.3g} GB"] if kept else []
         if wide := self._stored.keys() - self.kept:
             kinds = ", ".join(sorted({self._stored[name].layout.name for name in wide}))
             held = sum(self._files.num_bytes(part) for name in wide for part in self._stored[name].parts.values())
             plain, dtype = sum(sizes[name] for name in wide) * self._dtype.itemsize, str(self._dtype)[len("torch.") :]
-            took = f"{plain / 1e9:.2f} GB of {dtype}, {held / 1e9:.2f} GB in the files"
+            took = f"{plain / 1e9:.3g} GB of {dtype}, {held / 1e9:.3g} GB in the files"
             lines.append(f"{kinds} weights are dequantised at load: {took}")
         return "; ".join(lines) or None
 

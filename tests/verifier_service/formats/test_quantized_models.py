@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from exactness import small_engines
 from exactness.small_engines import Limits, RandomDrafts, generate, make_engine
+from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from tiny.formats.runners import make_runner, require_equal
 from tiny.formats.schemes import MXFP4_EXPERTS, SCHEMES, Scheme, write_quantized
@@ -65,8 +66,8 @@ def test_a_start_says_what_was_dequantised_and_its_memory(tmp_path: Path, caplog
     write_quantized(tmp_path, SCHEMES["fp8-blocks"], **sizes)
     with caplog.at_level(logging.WARNING):
         make_runner(tmp_path, dtype="bfloat16", check_logits=False)
-    # 3 x 32768 x 64 weights and a few: 12.6 MB of 2 bytes, 6.3 MB of 1 and a scale for each 512
-    assert "FP8 weights are dequantised at load: 0.01 GB of bfloat16, 0.01 GB in the files" in caplog.text
+    # 3 x 32768 x 64 weights and a few: 2 bytes each, in the files 1 and a scale for each 512
+    assert "FP8 weights are dequantised at load: 0.0126 GB of bfloat16, 0.00635 GB in the files" in caplog.text
 
 
 @pytest.mark.parametrize("scheme", ["fp8-blocks", "gptq-shuffled", "compressed-int8"])
@@ -86,3 +87,12 @@ def test_greedy_tokens_are_the_librarys_whatever_is_drafted(tmp_path: Path, sche
     generated = generate(make_engine(runner, drafts, Limits()), drafts, [request])
     assert generated.token_ids["0"] == expected.tolist()
     assert generated.num_draft_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_a_device_dequantises_to_the_same_weights(tmp_path: Path, scheme: str) -> None:
+    expected = write_quantized(tmp_path, SCHEMES[scheme]).state_dict()
+    with open_checkpoint(tmp_path, device=torch.device("cuda")) as source:
+        for name, weight in expected.items():
+            torch.testing.assert_close(source.read(name).cpu(), weight, rtol=1e-6, atol=1e-7)
