@@ -40,6 +40,7 @@ class Layout:
     dequantize: Callable[[Parts, Shape, Sequence[int]], torch.Tensor]  # parts, the weight's shape, sizes of blocks
     shape: Callable[[Shapes], Shape]  # the weight's
     plain: str = ".weight"  # suffix of the weight that they stand for
+    required: tuple[str, ...] = ()  # suffixes of what else there must be
     optional: tuple[str, ...] = ()
     axes: Mapping[str, Axes] = field(default_factory=dict)  # of parts that lie otherwise than the weight
     index: str = ""  # suffix of the tensor that says which scale each column has; where it is, scales are not cut
@@ -89,11 +90,8 @@ def step(size: int, count: int, blocks: Sequence[int]) -> int:
 
 
 def spread(scales: torch.Tensor, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
-    """Return float32 scales for a weight of this shape: each dimension has one number, or as many as the weight.
-
-    Bytes are exponents (E8M0).
-    """
-    wide = (scales.float() - E8M0_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+    """Return numbers for a weight of this shape: each dimension has one, or as many as the weight."""
+    wide = scales.float()
     if wide.numel() == 1:
         return wide.reshape(1)
     wide = wide.view(*wide.shape, *(1 for _ in shape[wide.dim() :]))
@@ -101,6 +99,22 @@ def spread(scales: torch.Tensor, shape: Shape, blocks: Sequence[int]) -> torch.T
         if (count := wide.shape[dim]) not in (1, size):
             wide = wide.repeat_interleave(step(size, count, blocks), dim=dim).narrow(dim, 0, size)
     return wide
+
+
+def scaled(codes: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """Multiply float32 codes by their scales, in place where the blocks are whole: no scale is written out for each."""
+    exact = _numbers_of(scales)
+    if exact.dim() == codes.dim() == 2:
+        steps = [step(size, count, blocks) for size, count in zip(codes.shape, exact.shape, strict=True)]
+        if all(size == each * count for size, each, count in zip(codes.shape, steps, exact.shape, strict=True)):
+            codes.unflatten(1, (-1, steps[1])).unflatten(0, (-1, steps[0])).mul_(exact[:, None, :, None])
+            return codes
+    return codes * spread(exact, tuple(codes.shape), blocks)
+
+
+def _numbers_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32; bytes are exponents (E8M0)."""
+    return (scales.float() - E8M0_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> torch.Tensor:
@@ -125,7 +139,7 @@ def _numbers(scales: str) -> Callable[[Parts, Shape, Sequence[int]], torch.Tenso
         codes = parts[".weight"].float()
         if (zeros := parts.get(".weight_zero_point")) is not None:
             codes = codes - spread(zeros.float(), shape, blocks)
-        return codes * spread(parts[scales], shape, blocks)
+        return scaled(codes, parts[scales], blocks)
 
     return dequantize
 
@@ -163,7 +177,7 @@ def _grouped(
         scales = scales[:, groups.long()]
         zeros = zeros if isinstance(zeros, int) else zeros[:, groups.long()]
     lowered = codes - (zeros if isinstance(zeros, int) else spread(zeros, shape, blocks))
-    return lowered * spread(scales, shape, blocks)
+    return scaled(lowered.float(), scales, blocks)
 
 
 def _pack_quantized(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
@@ -194,7 +208,8 @@ def gptq(bits: int, zero_offset: int) -> Layout:
         dtypes=("I32",),
         dequantize=dequantize,
         shape=lambda shapes: (shapes[".scales"][1], shapes[".qweight"][0] * WORD_BITS // bits),
-        optional=(".qzeros", ".g_idx"),
+        required=(".qzeros",),
+        optional=(".g_idx",),
         axes={".qweight": (1, 0), ".scales": (1, 0), ".qzeros": (1, 0), ".g_idx": (None, 0)},
         index=".g_idx",
     )
@@ -212,7 +227,7 @@ AWQ = Layout(  # Lin et al., 2024, arXiv:2306.00978: a weight's transpose, packe
     dtypes=("I32",),
     dequantize=_awq,
     shape=lambda shapes: (shapes[".scales"][1], shapes[".qweight"][0]),
-    optional=(".qzeros",),
+    required=(".qzeros",),
     axes=dict.fromkeys((".qweight", ".scales", ".qzeros"), (1, 0)),
 )
 PACK_QUANTIZED = Layout(
@@ -222,7 +237,8 @@ PACK_QUANTIZED = Layout(
     dtypes=("I32",),
     dequantize=_pack_quantized,
     shape=lambda shapes: shapes[".weight_shape"],
-    optional=(".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    required=(".weight_shape",),
+    optional=(".weight_zero_point", ".weight_g_idx"),
     axes={".weight_g_idx": (None, 0), ".weight_shape": (None, None)},
     index=".weight_g_idx",
 )
@@ -235,12 +251,12 @@ def _fp4(codes: str, factor: str = "", divisor: str = "") -> Callable[[Parts, Sh
     """`factor`, `divisor`: a number for the whole weight."""
 
     def dequantize(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
-        scales = spread(parts[".weight_scale"], shape, blocks)
+        scales = _numbers_of(parts[".weight_scale"])
         if factor:
             scales = scales * parts[factor].float()
         if divisor:
             scales = scales / parts[divisor].float()
-        return unpack_fp4(parts[codes]) * scales
+        return scaled(unpack_fp4(parts[codes]), scales, blocks)
 
     return dequantize
 
@@ -256,7 +272,7 @@ NVFP4 = Layout(  # compressed-tensors' names
     dtypes=("U8",),
     dequantize=_fp4(".weight_packed", divisor=".weight_global_scale"),
     shape=_double_width(".weight_packed"),
-    optional=(".weight_scale",),
+    required=(".weight_scale",),
 )
 NVFP4_MODELOPT = Layout(
     name="NVFP4",
@@ -265,7 +281,7 @@ NVFP4_MODELOPT = Layout(
     dtypes=("U8",),
     dequantize=_fp4(".weight", factor=".weight_scale_2"),
     shape=_double_width(".weight"),
-    optional=(".weight_scale",),
+    required=(".weight_scale",),
 )
 MXFP4_PACKED = Layout(
     name="MXFP4",
@@ -278,8 +294,7 @@ MXFP4_PACKED = Layout(
 
 
 def _mxfp4(parts: Parts, shape: Shape, blocks: Sequence[int]) -> torch.Tensor:
-    scales = (parts["_scales"].float() - E8M0_BIAS).exp2()[..., None]
-    return (unpack_fp4(parts["_blocks"]) * scales).flatten(2).transpose(1, 2)
+    return (unpack_fp4(parts["_blocks"]) * _numbers_of(parts["_scales"])[..., None]).flatten(2).transpose(1, 2)
 
 
 MXFP4 = Layout(  # gpt-oss: [experts, rows, blocks, 16 bytes], of which the library's modules have the transpose

@@ -188,8 +188,13 @@ class PlainTensors:
                 codes = base + layout.codes
                 if base == needed or codes not in self._files or self._files.dtype(codes) not in layout.dtypes:
                     continue
-                parts = {suffix: base + suffix for suffix in (layout.codes, layout.needs, *layout.optional)}
+                parts = {
+                    suffix: base + suffix for suffix in (layout.codes, layout.needs, *layout.required, *layout.optional)
+                }
                 present = {suffix: name for suffix, name in parts.items() if name in self._files}
+                for suffix in layout.required:
+                    if suffix not in present:
+                        raise WeightError(f"checkpoint tensor {codes!r} ({layout.name}) lacks {parts[suffix]!r}")
                 shapes = {suffix: self._shape_of(name) for suffix, name in present.items()}
                 shape = layout.shape(shapes)
                 by_row = shapes[layout.needs] == (shape[0], 1)

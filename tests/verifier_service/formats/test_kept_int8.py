@@ -42,6 +42,15 @@ def test_with_zero_points_they_are_dequantised(tmp_path: Path) -> None:
     assert set(panels(make_runner(tmp_path))) == {torch.float32}
 
 
+@pytest.mark.parametrize("scheme", ["fp8-blocks", "gptq", "compressed-int8"])
+def test_any_format_is_held_in_int8_where_that_is_asked_for(tmp_path: Path, scheme: str) -> None:
+    """The start's check has compared the logits with the library's over weights that are rounded once more."""
+    write_quantized(tmp_path, SCHEMES[scheme])
+    runner = make_runner(tmp_path, quantization="int8")
+    assert set(panels(runner)) == {torch.int8}
+    assert not runner.kept_int8
+
+
 def test_interleaved_rotary_embeddings_turn_scales_as_well(tmp_path: Path) -> None:
     model = write_quantized(tmp_path, SCHEMES["compressed-int8"], "glm4")
     runner = make_runner(tmp_path)

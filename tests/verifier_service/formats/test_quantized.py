@@ -82,6 +82,19 @@ def test_a_weight_that_has_lost_its_scales_is_named(tmp_path: Path) -> None:
             source.read(GATE)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "suffix"),
+    [("awq", ".qzeros"), ("compressed-int4", ".weight_shape"), ("modelopt-nvfp4", ".weight_scale")],
+)
+def test_what_lacks_another_of_its_tensors_is_named(tmp_path: Path, scheme: str, suffix: str) -> None:
+    write_quantized(tmp_path, SCHEMES[scheme])
+    tensors, lost = load_file(tmp_path / "model.safetensors"), GATE.removesuffix(".weight") + suffix
+    del tensors[lost]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=rf"lacks '{lost}'"), open_checkpoint(tmp_path):
+        pass
+
+
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, SCHEMES["fp8-blocks"])
     tensors = load_file(tmp_path / "model.safetensors")
