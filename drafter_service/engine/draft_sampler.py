@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.verifier_service.gpu.transfers import CopyBack, upload, upload_rows
@@ -53,6 +54,20 @@ class ChildrenOnDevice:
     children_of: Callable[..., list[Children]]  # of the numbers, as lists
 
 
+LIKELIEST, COUPLED, BY_LAW = range(3)  # how a row's tokens are chosen: with a seed under its noise
+
+
+def choices_of(samplings: Sequence[DraftSampling]) -> npt.NDArray[np.int8]:
+    """Return how each row's tokens are chosen: int8 [num_rows]."""
+    return np.array(
+        [
+            LIKELIEST if one.temperature <= GREEDY_TEMPERATURE else BY_LAW if one.seed is None else COUPLED
+            for one in samplings
+        ],
+        np.int8,
+    )
+
+
 def launch_children(
     logits: torch.Tensor,
     samplings: Sequence[DraftSampling],
@@ -63,6 +78,7 @@ def launch_children(
     num_children: int,
     top_n: int = 32,
     sampled: bool = False,
+    choices: npt.NDArray[np.int8] | None = None,
 ) -> list[ChildrenOnDevice]:
     """Choose up to `num_children` tokens per row, fewer only where the row knows no more, and wait for nothing.
 
@@ -70,7 +86,8 @@ def launch_children(
     `positions` are the absolute positions of the tokens to be chosen: with a seed the choice is made under the same
     noise as the target's own, whose likeliest choice comes first. Without seed and temperature 0 the law's likeliest
     tokens are taken, or, `sampled`, as many are drawn from its `top_n` likeliest without replacement: then `rng` gives
-    `num_children` numbers per row, and how many there are depends on the row alone.
+    `num_children` numbers per row, and how many there are depends on the row alone. `choices` are those of the
+    samplings, where they are known.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     assert logits.shape[0] == len(samplings) == len(positions), (logits.shape, len(samplings), len(positions))
@@ -78,9 +95,12 @@ def launch_children(
     assert num_children >= 1, num_children
     # a model that overflows makes a bad guess, and nothing worse; -inf alone means what it says: never
     logits = logits[:, :vocab_size].nan_to_num(nan=0.0, neginf=-math.inf).clamp(max=MAX_LOGIT)
-    greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature <= GREEDY_TEMPERATURE]
-    seeded = [row for row in _others(samplings, greedy) if samplings[row].seed is not None]
-    unseeded = _others(samplings, [*greedy, *seeded])
+    choices = choices_of(samplings) if choices is None else choices
+    greedy: Sequence[int] = range(len(samplings))
+    seeded: Sequence[int] = ()
+    unseeded: Sequence[int] = ()
+    if choices.any():
+        greedy, seeded, unseeded = (np.flatnonzero(choices == one).tolist() for one in (LIKELIEST, COUPLED, BY_LAW))
     found: list[ChildrenOnDevice] = []
     if greedy:
         numbers = _likeliest(select_rows(logits, greedy), num_children)
@@ -138,11 +158,6 @@ def read_levels(levels: Sequence[Sequence[ChildrenOnDevice]], read_back: ReadBac
             chosen |= zip(one.rows, one.children_of(*numbers), strict=True)
         read.append([chosen[row] for row in range(len(chosen))])
     return read
-
-
-def _others(samplings: Sequence[DraftSampling], rows: Sequence[int]) -> list[int]:
-    taken = set(rows)
-    return [row for row in range(len(samplings)) if row not in taken]
 
 
 def select_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from outrider.drafter_service.engine.learning_messages import ServedSample
+from outrider.verifier_service.messages.columns import Chains
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, SparseRow
 from outrider.verifier_service.messages.history import PastResponse
 
@@ -86,6 +87,21 @@ class Drafter(Protocol):
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Raise `AssertionError` if its own state is inconsistent, or holds anything for a session not in `keys`."""
+
+
+class ChainAnswers(NamedTuple):
+    """Chains of one kind, and which of a step's asks they answer."""
+
+    rows: list[int]
+    chains: Chains
+
+
+@runtime_checkable
+class DraftsChains(Protocol):
+    """A drafter that can draft the chains of a step as arrays."""
+
+    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[ChainAnswers] | None:
+        """Answer all asks of a step as `Drafter.draft` would in some calls; None: `draft` has to be called instead."""
 
 
 @runtime_checkable

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from outrider.drafter_service.engine.drafter import (
     GREEDY,
     Ask,
     DraftEngineConfig,
     Drafter,
+    DraftsChains,
     Remembers,
     SessionKey,
     TakesTexts,
 )
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.learning_messages import ServedSample
-from outrider.drafter_service.engine.messages import Addressed, framed
+from outrider.drafter_service.engine.messages import Addressed, framed, split
 from outrider.drafter_service.engine.sessions import (
     Round,
     RunningMean,
@@ -31,11 +34,13 @@ from outrider.drafter_service.engine.sessions import (
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
 from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
+from outrider.verifier_service.messages.columns import Chains
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
     Commits,
     Draft,
+    Drafts,
     Open,
     Resync,
     Seed,
@@ -77,6 +82,7 @@ class DraftEngine:
         self.counters = DrafterCounters()
         self.observer: SessionObserver | None = None  # while the pool learns
         self._drafter = drafter
+        self._chains = drafter if isinstance(drafter, DraftsChains) else None
         cost = ForwardCost(clock) if cost is None else cost
         self._spare_time = SpareTime(ahead, cost=cost, counters=self.counters)
         self._clock = clock
@@ -95,8 +101,7 @@ class DraftEngine:
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
         if isinstance(message, Commits):
-            for commit in message.commits():
-                self._commit(SessionKey(peer, commit.request_id), commit, in_columns=True)
+            self._commit_all(peer, message)
             return
         key = SessionKey(peer, message.request_id)
         match message:
@@ -154,11 +159,18 @@ class DraftEngine:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
         self._expire()
         if self._asked:
-            asks = [session.round.ask for session in in_turns(self._asked.values()) if session.round is not None]
+            sessions = in_turns(self._asked.values())
+            asks = [session.round.ask for session in sessions if session.round is not None]
+            limit = self._config.max_num_batched_tokens
+            drafts: list[Draft] = []
             with self._spare_time.timed():
-                drafts = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
+                chains = None if self._chains is None else self._chains.draft_chains(asks, max_num_tokens=limit)
+                if chains is None:
+                    drafts = self._drafter.draft(asks, max_num_tokens=limit)
             for draft in drafts:
                 self._answer(draft)
+            for rows, answers in chains or ():
+                self._answer_chains([sessions[row] for row in rows], answers)
         return self.flush()
 
     def flush(self) -> list[Addressed]:
@@ -226,44 +238,79 @@ class DraftEngine:
         self._evict(self._sessions.surplus_states(limit, spared=grown))
 
     def _commit(self, key: SessionKey, message: Commit, *, in_columns: bool = False) -> None:
-        session = self._sessions.get(key)
+        session, now_s = self._sessions.get(key), self._clock()
         if session is None or message.position != len(session.token_ids):
             self._ask_for_resync(key)
             return
-        now_s = self._clock()
-        self._sessions.touch(session, now_s)
-        if self._take_round(session) is not None:
-            self.counters.num_superseded_rounds += 1
-        session.token_ids.extend(message.token_ids)
+        self._append(session, message.token_ids, now_s)
         if self.observer is not None:
             self.observer.commit(session, message)
         self._check_tokens(key, message.token_ids, may_be_empty=True)
-        session.take_pause(now_s)
-        if message.max_length <= 0:
-            self._spare_time.forget(key)
+        self._begin_round(session, message.round_id, message.max_length, now_s, in_columns=in_columns, told=message)
+
+    def _commit_all(self, peer: str, frame: Commits) -> None:
+        """Follow the rows of a frame: all together where there is nothing to find in single ones."""
+        ids, now_s = frame.token_ids, self._clock()
+        if self.observer is not None or (len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size):
+            for commit in frame.commits():
+                self._commit(SessionKey(peer, commit.request_id), commit, in_columns=True)
             return
-        length = self._draft_length(session, message.max_length)
+        token_ids, end = ids.tolist(), 0
+        numbers = (frame.round_ids, frame.positions, frame.counts, frame.max_lengths)
+        rows = zip(frame.request_ids, *(column.tolist() for column in numbers), strict=True)
+        for request_id, round_id, position, count, max_length in rows:
+            begin, end = end, end + count
+            key = SessionKey(peer, request_id)
+            session = self._sessions.get(key)
+            if session is None or position != len(session.token_ids):
+                self._ask_for_resync(key)
+                continue
+            self._append(session, token_ids[begin:end], now_s)
+            self._begin_round(session, round_id, max_length, now_s, in_columns=True)
+
+    def _append(self, session: Session, token_ids: Sequence[int], now_s: float) -> None:
+        """Take tokens that were committed; a round that is not answered is over."""
+        self._sessions.touch(session, now_s)
+        if self._take_round(session) is not None:
+            self.counters.num_superseded_rounds += 1
+        session.token_ids.extend(token_ids)
+
+    def _begin_round(
+        self,
+        session: Session,
+        round_id: int,
+        max_length: int,
+        now_s: float,
+        *,
+        in_columns: bool,
+        told: Commit | None = None,
+    ) -> None:
+        """Ask the drafter, unless there is nothing to draft; `told`: what else was said for the draft."""
+        session.take_pause(now_s)
+        length = self._draft_length(session, max_length)
         if length == 0:
-            self._spare_time.forget(key)
-            self._reply_empty(key, message.round_id, len(session.token_ids), in_columns)
+            self._spare_time.forget(session.key)
+            if max_length > 0:
+                self._reply_empty(session.key, round_id, len(session.token_ids), in_columns)
             return
         self._num_asks += 1
         ask = Ask(
-            key=key,
+            key=session.key,
             ask_id=self._num_asks,
             token_ids=session.token_ids,
             sampling=GREEDY if self._config.drafts_greedily else session.sampling,
             length=length,
-            max_nodes=max(0, min(message.max_nodes, self._config.max_tree_nodes)),
             cache_salt=session.cache_salt,
             history=session.history,
             states=session.states.tensor,
-            predicted_ids=self._known_predictions(message),
-            forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
         )
-        session.round = Round(ask, message.round_id, now_s, in_columns)
+        if told is not None:
+            ask.max_nodes = max(0, min(told.max_nodes, self._config.max_tree_nodes))
+            ask.predicted_ids = self._known_predictions(told)
+            ask.forced_ids = known_prefix(told.forced_ids[:length], self.vocab_size)
+        session.round = Round(ask, round_id, now_s, in_columns)
         self._asked[ask.ask_id] = session
-        if self._spare_time.expects(key):
+        if self._spare_time.expects(session.key):
             draft = self._spare_time.answer(ask, session.pause_s.value)
             if draft is not None:
                 self._answer(draft, was_ahead=True)
@@ -374,6 +421,33 @@ class DraftEngine:
         if self.observer is not None:
             self.observer.answer(session, unanswered.ask, draft, was_ahead=was_ahead)
         self._reply(session.key.peer, draft, unanswered.in_columns)
+
+    def _answer_chains(self, sessions: Sequence[Session], chains: Chains) -> None:
+        """Send a drafter's chains as `_answer` does."""
+        now_s = self._clock()
+        rounds: list[Round] = []
+        of_peer: dict[tuple[str, bool], list[int]] = {}
+        for row, session in enumerate(sessions):
+            unanswered = self._take_round(session)
+            assert unanswered is not None, "an answer to nothing"
+            session.answered_s = now_s
+            self._draft_s.observe(now_s - unanswered.asked_s)
+            self._spare_time.observe_answer(now_s - unanswered.asked_s)
+            rounds.append(unanswered)
+            of_peer.setdefault((session.key.peer, unanswered.in_columns), []).append(row)
+        self.counters.num_drafts += len(sessions)
+        self.counters.num_draft_tokens += len(chains.token_ids)
+        for (peer, in_columns), rows in of_peer.items():
+            frame = Drafts(
+                request_ids=tuple(sessions[row].key.request_id for row in rows),
+                round_ids=np.array([rounds[row].round_id for row in rows], np.int64),
+                positions=np.array([len(sessions[row].token_ids) for row in rows], np.int64),
+                **chains.columns_of(None if len(rows) == len(sessions) else rows),
+            )
+            if self.observer is not None:
+                for row, draft in zip(rows, frame.drafts(), strict=True):
+                    self.observer.answer(sessions[row], rounds[row].ask, draft, was_ahead=False)
+            self._outbox += ((peer, message) for message in (split(frame) if in_columns else frame.drafts()))
 
     def _reply_empty(self, key: SessionKey, round_id: int, position: int, in_columns: bool) -> None:
         draft = Draft(request_id=key.request_id, round_id=round_id, position=position, token_ids=())

@@ -68,6 +68,17 @@ def framed(drafts: Iterable[Draft]) -> Iterator[DrafterMessage]:
         yield from _frame(list(frame.values()))
 
 
+def split(frame: Drafts) -> Iterator[Drafts]:
+    """Split a frame whose rows of `draft_probs` are too many for one."""
+    num_parts = -(-len(frame.row_ids) // MAX_ROW_IDS)
+    if num_parts <= 1:
+        yield frame
+        return
+    step = max(1, len(frame) // num_parts)
+    for start in range(0, len(frame), step):
+        yield frame.take(range(start, min(start + step, len(frame))))
+
+
 def _is_chain(draft: Draft) -> bool:
     """Return whether a draft is a chain with one confidence and one row for each token, as far as it has any."""
     num_tokens, rows = len(draft.token_ids), draft.draft_probs

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, runtime_checkable
 
-from outrider.drafter_service.engine.drafter import Ask, SessionKey
+import numpy as np
+
+from outrider.drafter_service.engine.drafter import Ask, ChainAnswers, SessionKey
 from outrider.drafter_service.engine.kv_budget import reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.paged_state import StateT, Step
 from outrider.drafter_service.engine.speculation_cache import SpeculationCache, can_branch
 from outrider.drafter_service.engine.tree_growth import Growth, answer_of
+from outrider.verifier_service.messages.columns import Int64s
 from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
+
+MIN_ROWS = 4  # chains of a step from which arrays take less time than objects
 
 # Of states whose chains have just been given a token, how many tokens more each chain may be given unread.
 Follow = Callable[[Sequence[StateT]], list[int]]
@@ -73,6 +78,20 @@ class Forward(PagedModel, Protocol[StateT]):
         """
 
 
+@runtime_checkable
+class ChainsForward(Forward[StateT], Protocol[StateT]):
+    """One that drafts chains as arrays."""
+
+    def take_tokens(self, states: Sequence[StateT], asks: Sequence[Ask]) -> int:
+        """Roll the states back to what their asks have in common with them; return how many tokens are pending.
+
+        `begin` may follow instead of `run_chains`.
+        """
+
+    def run_chains(self, states: Sequence[StateT], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
+        """Draft all chains to their lengths, int64 [num_asks], for which the KV slots are there."""
+
+
 class PagedDrafter(Generic[StateT]):
     """A `Drafter` over a forward, and a `RunsAhead` where it has a speculation cache; many sessions in each forward."""
 
@@ -81,6 +100,9 @@ class PagedDrafter(Generic[StateT]):
         self.vocab_size, self.max_model_len, self.needs = forward.vocab_size, forward.max_model_len, forward.needs
         self.graph_counts = forward.graph_counts
         self._forward = forward
+        self._chains: ChainsForward[StateT] | None = None
+        if isinstance(forward, ChainsForward) and not num_ahead_branches:
+            self._chains = forward
         self._pool = BlockPool(forward.num_blocks, forward.block_size, enable_prefix_caching=False)
         self._states: dict[SessionKey, StateT] = {}  # least recently asked first
         self._cache: SpeculationCache[Any] | None = None  # of forwards whose states can be forked
@@ -110,6 +132,26 @@ class PagedDrafter(Generic[StateT]):
             return [self._give_up(states[0])]
         self._run(step, asked=states)
         return [self._complete(state) for state in step.states if state.is_complete]
+
+    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[ChainAnswers] | None:
+        """Draft for all asks to the end in one step, as arrays; see `DraftsChains`.
+
+        Only where every ask is for a chain without forced tokens, none is half drafted, and the step has room for all.
+        """
+        if self._chains is None or len(asks) < MIN_ROWS or any(ask.max_nodes or ask.forced_ids for ask in asks):
+            return None
+        states = [self._states.get(ask.key) or self._forward.new_state() for ask in asks]
+        if any(state.ask is not None for state in states):
+            return None
+        num_pending = self._chains.take_tokens(states, asks)
+        lengths = np.array([ask.length for ask in asks], np.int64)
+        num_tokens = np.array([len(ask.token_ids) for ask in asks], np.int64)
+        if num_pending > max_num_tokens or not self._reserve_all(states, num_tokens + lengths - 1):
+            return None
+        for ask, state in zip(asks, states, strict=True):
+            self._states.pop(ask.key, None)
+            self._states[ask.key] = state  # most recently asked
+        return self._chains.run_chains(states, asks, lengths)
 
     def release(self, key: SessionKey) -> None:
         self.forget_outcomes(key)
@@ -181,6 +223,23 @@ class PagedDrafter(Generic[StateT]):
     def _take_kv(self, victim: StateT) -> None:
         victim.lose_kv()
         self._trim(victim)
+
+    def _reserve_all(self, states: Sequence[StateT], num_slots: Int64s) -> bool:
+        """Give each state the KV blocks for its slots, at the cost of idle sessions only; False: they are too few."""
+        missing = -(-num_slots // self._pool.block_size) - np.array([len(state.block_table) for state in states])
+        for row in np.flatnonzero(missing < 0).tolist():
+            self._pool.trim(states[row].block_table, int(num_slots[row]))
+        num_missing = int(missing.clip(min=0).sum())
+        if num_missing > self._pool.num_free_blocks:
+            asked = set(map(id, states))
+            for state in self._states.values():
+                if id(state) not in asked and num_missing > self._pool.num_free_blocks:
+                    self._take_kv(state)
+        if num_missing > self._pool.num_free_blocks:
+            return False
+        for row in np.flatnonzero(missing > 0).tolist():
+            states[row].block_table += self._pool.allocate(int(missing[row]))
+        return True
 
     def _run(self, step: Step[StateT], asked: Sequence[StateT] = ()) -> None:
         """Run a step. Where all of the `asked` draft chains, the chains grow to their end."""

@@ -33,7 +33,7 @@ class Round(NamedTuple):
     ask: Ask  # its length is fixed before any token of the draft is drawn
     round_id: int
     asked_s: float
-    in_columns: bool  # as it was asked for
+    in_columns: bool = False  # as it was asked for
 
 
 @dataclass(slots=True)
@@ -174,6 +174,9 @@ class SessionTable:
 
 def in_turns(sessions: Iterable[Session]) -> list[Session]:
     """Return sessions with the first of every verifier before any verifier's second: none crowds out another."""
+    sessions = list(sessions)
+    if len({session.key.peer for session in sessions}) < 2:
+        return sessions
     num_before: collections.Counter[str] = collections.Counter()
     turns: list[tuple[int, Session]] = []
     for session in sessions:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
-from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.chain_levels import ChainBatches, ChainLevels, tokens_of
+from outrider.drafter_service.engine.drafter import Ask, ChainAnswers
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import ForkableState, Step
@@ -33,6 +35,7 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
+from outrider.verifier_service.messages.columns import Int64s
 from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import DraftNeeds
 
@@ -67,13 +70,21 @@ class ModelState(ForkableState):
         return len(self.nodes)
 
     def begin(self, ask: Ask, growth: Growth) -> None:
-        """Take an ask up. A session's own list only grows, so what was committed is not compared again."""
-        num_known = self.num_committed if ask.token_ids is self.source else 0
-        num_same = num_known + num_common(self.tokens[num_known:], ask.token_ids[num_known:])
-        self.tokens[num_same:] = ask.token_ids[num_same:]
-        self.ask, self.source, self.num_committed = ask, ask.token_ids, len(self.tokens)
-        self.growth, self.nodes = growth, []
+        """Take an ask up."""
+        self.take_tokens(ask.token_ids)
+        self.ask, self.growth, self.nodes = ask, growth, []
         self.follow_growth()
+
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Roll back to what the session's tokens have in common with these, and go on with them.
+
+        A session's own list only grows, so what was committed is not compared again.
+        """
+        num_known = self.num_committed if token_ids is self.source else 0
+        new = token_ids[num_known:]
+        num_same = num_known + num_common(self.tokens[num_known:], new)
+        self.tokens[num_same:] = new[num_same - num_known :]
+        self.source, self.num_committed = token_ids, len(self.tokens)
         # the last token is computed (again): its logits are wanted
         self.num_cached = min(self.num_cached, num_same, len(self.tokens) - 1)
 
@@ -159,6 +170,34 @@ class ModelForward:
         for state, num_followed in zip(whole, num_following, strict=True):
             state.follow_growth()
             state.num_cached += num_followed
+
+    def take_tokens(self, states: Sequence[ModelState], asks: Sequence[Ask]) -> int:
+        for state, ask in zip(states, asks, strict=True):
+            state.take_tokens(ask.token_ids)
+        return sum(len(state.tokens) - state.num_cached for state in states)
+
+    def run_chains(self, states: Sequence[ModelState], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
+        begins = np.array([state.num_cached for state in states], np.int64)
+        ends = np.array([len(state.tokens) for state in states], np.int64)
+        last_ends = ends + lengths - 1
+        tables, num_levels = [state.block_table for state in states], int(lengths.max())
+        batches = ChainBatches(tables, begins, ends, num_levels, self.block_size)
+        token_ids = [token_id for state in states for token_id in state.tokens[state.num_cached :]]
+        logits = self._runner.execute(batches.first(token_ids))
+        positions = np.array([self._first_position(ask) for ask in asks], np.int64)
+        levels = ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules)
+        levels.launch(logits)
+        for level in range(1, num_levels):
+            rows, placeholders, numbers = levels.open()
+            levels.launch(self._runner.execute(batches.next(rows, placeholders, level), numbers))
+        self.num_forwards += num_levels
+        answers = levels.read()
+        for answer in answers:
+            for row, drafted in zip(answer.rows, tokens_of(answer.chains), strict=True):
+                states[row].tokens += drafted
+        for state, end in zip(states, last_ends.tolist(), strict=True):
+            state.num_cached = end
+        return answers
 
     def _run_open(
         self, states: Sequence[ModelState], opened: dict[int, int], numbers: torch.Tensor, num_open: int

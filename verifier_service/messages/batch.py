@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.messages.columns import Int64s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledBatch:
@@ -41,6 +43,12 @@ class ScheduledBatch:
 def placeholder_token(place: int) -> int:
     """Return the placeholder, a negative id, for token `place` among those that a step in flight chooses."""
     return -1 - place
+
+
+def placeholder_tokens(places: Int64s) -> list[int]:
+    """Return the placeholders for some tokens."""
+    placeholders: list[int] = (-1 - places).tolist()
+    return placeholders
 
 
 def slot_of(block_table: Sequence[int], place: int, block_size: int) -> int:

@@ -9,7 +9,8 @@ values   a0  a1       c0  c1  c2
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -73,3 +74,39 @@ def check_counts(num_values: int, **columns: Int64s) -> None:
         # of counts that large, the sum might overflow
         if counts.min(initial=0) < 0 or counts.max(initial=0) > num_values or counts.sum() != num_values:
             raise ValueError(f"{name} must be at least 0 and sum to {num_values}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chains(Columns):
+    """Drafted chains, one in each row: either all of point masses or all with `draft_probs`."""
+
+    lengths: Int64s  # [num_rows] tokens
+    token_ids: Int64s  # [num_tokens]
+    confidences: Float64s  # [num_tokens], or empty
+    row_sizes: Int64s  # [num_tokens] ids of each token's row of `draft_probs`; empty for point masses
+    row_ids: Int32s  # [sum of `row_sizes`]
+    row_weights: Int32s  # [sum of `row_sizes`]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def has_rows(self) -> bool:
+        return len(self.row_sizes) > 0
+
+    def columns_of(self, rows: Sequence[int] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns of some of the chains (None: of all), by name."""
+        if rows is None:
+            return {field.name: getattr(self, field.name) for field in fields(Chains)}
+        lengths = self.lengths[rows]
+        tokens = spans(starts_of(self.lengths)[rows], lengths)
+        sizes = self.row_sizes[tokens] if self.has_rows else self.row_sizes
+        of_rows = spans(starts_of(self.row_sizes)[tokens], sizes) if self.has_rows else slice(0)
+        return {
+            "lengths": lengths,
+            "token_ids": self.token_ids[tokens],
+            "confidences": self.confidences[tokens] if len(self.confidences) else self.confidences,
+            "row_sizes": sizes,
+            "row_ids": self.row_ids[of_rows],
+            "row_weights": self.row_weights[of_rows],
+        }

@@ -14,9 +14,8 @@ from typing import Annotated, Protocol, get_type_hints
 import numpy as np
 
 from outrider.verifier_service.messages.columns import (
+    Chains,
     Columns,
-    Float64s,
-    Int32s,
     Int64s,
     check_columns,
     check_counts,
@@ -288,35 +287,22 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafts(Columns):
-    """A `Draft` for each row, of different requests: chains, either all of point masses or all with `draft_probs`."""
+class Drafts(Chains):
+    """A `Draft` for each row, of different requests."""
 
     request_ids: tuple[str, ...]  # [num_rows]
     round_ids: Int64s  # [num_rows]
     positions: Int64s  # [num_rows]
-    lengths: Int64s  # [num_rows] tokens
-    token_ids: Int64s  # [num_tokens]
-    confidences: Float64s  # [num_tokens], or empty
-    row_sizes: Int64s  # [num_tokens] ids of each token's row of `draft_probs`; empty for point masses
-    row_ids: Int32s  # [sum of `row_sizes`]
-    row_weights: Int32s  # [sum of `row_sizes`]
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        require(len(set(self.request_ids)) == len(self), "request_ids", "different")
-        check_columns(len(self), round_ids=self.round_ids, positions=self.positions, lengths=self.lengths)
+        num_rows, num_tokens = len(self.request_ids), len(self.token_ids)
+        require(len(set(self.request_ids)) == num_rows, "request_ids", "different")
+        check_columns(num_rows, round_ids=self.round_ids, positions=self.positions, lengths=self.lengths)
         check_counts(num_tokens, lengths=self.lengths)
         check_columns(num_tokens if len(self.confidences) else 0, confidences=self.confidences)
         check_columns(num_tokens if self.has_rows else 0, row_sizes=self.row_sizes)
         check_columns(len(self.row_ids), row_weights=self.row_weights)
         check_counts(len(self.row_ids), row_sizes=self.row_sizes)
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    @property
-    def has_rows(self) -> bool:
-        return len(self.row_sizes) > 0
 
     @classmethod
     def of(cls, drafts: Sequence[Draft]) -> Drafts:
@@ -339,20 +325,11 @@ class Drafts(Columns):
 
     def take(self, rows: Sequence[int]) -> Drafts:
         """Return some of the rows."""
-        lengths = self.lengths[rows]
-        tokens = spans(starts_of(self.lengths)[rows], lengths)
-        sizes = self.row_sizes[tokens] if self.has_rows else self.row_sizes
-        of_rows = spans(starts_of(self.row_sizes)[tokens], sizes) if self.has_rows else slice(0)
         return Drafts(
             request_ids=tuple(self.request_ids[row] for row in rows),
             round_ids=self.round_ids[rows],
             positions=self.positions[rows],
-            lengths=lengths,
-            token_ids=self.token_ids[tokens],
-            confidences=self.confidences[tokens] if len(self.confidences) else self.confidences,
-            row_sizes=sizes,
-            row_ids=self.row_ids[of_rows],
-            row_weights=self.row_weights[of_rows],
+            **self.columns_of(rows),
         )
 
     def draft(self, row: int) -> Draft:

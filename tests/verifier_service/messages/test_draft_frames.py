@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_each_row_has_its_own_longest_length() -> None:
 )
 def test_ragged_columns_make_the_whole_frame_bad(changes: dict[str, object], problem: str) -> None:
     frame = Drafts.of([point(1, 2), point(3, request_id="q")])
-    columns = {name: getattr(frame, name) for name in Drafts.__slots__}
+    columns = {field.name: getattr(frame, field.name) for field in fields(frame)}
     with pytest.raises(ValueError, match=problem):
         Drafts(**(columns | changes))
 

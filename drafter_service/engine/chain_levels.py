@@ -1,0 +1,170 @@
+"""Chains of a step as arrays: a batch that is made once and advanced level by level, and one read at the end.
+
+The same chains as `ChainGrowth` grows one by one, with no object for a row or level: whatever a step does for all rows
+is an array operation. Rows stay in the order of their asks; a chain that has its length drops out of later levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from outrider.drafter_service.engine.draft_sampler import BY_LAW, ChildrenOnDevice, choices_of, launch_children
+from outrider.drafter_service.engine.drafter import ChainAnswers
+from outrider.drafter_service.engine.tree_growth import DraftRules
+from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens
+from outrider.verifier_service.messages.columns import Chains, Int64s, spans, starts_of
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling
+
+
+class ChainBatches:
+    """The batches of a step's chains: first the pending tokens of each, then one placeholder of each and level."""
+
+    def __init__(
+        self, tables: Sequence[list[int]], begins: Int64s, ends: Int64s, num_levels: int, block_size: int
+    ) -> None:
+        """Of each row: its KV blocks, and the places [begin, end) of its pending tokens."""
+        self._tables, self._begins, self._ends, self._block_size = tables, begins, ends, block_size
+        # of each level's placeholder, int64 [num_levels - 1, num_rows]; of a row whose chain is shorter, no slot
+        self._places = ends + np.arange(num_levels - 1)[:, None]
+        self._slots = self._slots_of(np.arange(len(tables)), self._places)
+
+    def first(self, token_ids: list[int]) -> ScheduledBatch:
+        """Return the batch of the pending tokens; the logits after each row's last one are wanted."""
+        counts = self._ends - self._begins
+        places, rows = spans(self._begins, counts), np.repeat(np.arange(len(counts)), counts)
+        return ScheduledBatch(
+            token_ids=token_ids,
+            positions=places.tolist(),
+            slot_mapping=self._slots_of(rows, places).tolist(),
+            query_lengths=counts.tolist(),
+            context_lengths=self._ends.tolist(),
+            block_tables=self._tables_of(self._tables, self._ends),
+            logits_indices=(counts.cumsum() - 1).tolist(),
+        )
+
+    def next(self, rows: Int64s, token_ids: list[int], level: int) -> ScheduledBatch:
+        """Return the batch of some rows' placeholders of a level, which is at least 1."""
+        places = self._places[level - 1][rows]
+        return ScheduledBatch(
+            token_ids=token_ids,
+            positions=places.tolist(),
+            slot_mapping=self._slots[level - 1][rows].tolist(),
+            query_lengths=[1] * len(rows),
+            context_lengths=(places + 1).tolist(),
+            block_tables=self._tables_of([self._tables[row] for row in rows.tolist()], places + 1),
+            logits_indices=list(range(len(rows))),
+        )
+
+    def _slots_of(self, rows: Int64s, places: Int64s) -> Int64s:
+        """Return the KV slots of some rows' places, [..., num_rows]."""
+        starts = self._begins // self._block_size
+        indices = places // self._block_size - starts[rows]
+        width = int(indices.max(initial=0)) + 1
+        blocks = np.array(
+            [
+                (table[start : start + width] + [0] * width)[:width]
+                for table, start in zip(self._tables, starts.tolist(), strict=True)
+            ]
+        )
+        slots: Int64s = blocks[rows, indices] * self._block_size + places % self._block_size
+        return slots
+
+    def _tables_of(self, tables: Sequence[list[int]], contexts: Int64s) -> list[list[int]]:
+        stops = (-(-contexts // self._block_size)).tolist()
+        return [table[:stop] for table, stop in zip(tables, stops, strict=True)]
+
+
+class ChainLevels:
+    """The tokens of a step's chains, chosen level by level where the logits are."""
+
+    def __init__(
+        self, samplings: Sequence[DraftSampling], first_positions: Int64s, lengths: Int64s, rules: DraftRules
+    ) -> None:
+        """Of each row, where its first token stands, and how many tokens it is to have, at least 1."""
+        self._samplings, self._positions, self._lengths, self._rules = samplings, first_positions, lengths, rules
+        self._choices = choices_of(samplings)
+        self._rows = np.arange(len(lengths))  # that the next level chooses for
+        self._levels: list[tuple[Int64s, list[ChildrenOnDevice]]] = []
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size]."""
+        rows = self._rows
+        found = launch_children(
+            logits,
+            [self._samplings[row] for row in rows.tolist()],
+            (self._positions[rows] + len(self._levels)).tolist(),
+            self._rules.rng,
+            vocab_size=self._rules.vocab_size,
+            num_children=1,
+            top_n=self._rules.top_n,
+            sampled=True,
+            choices=self._choices[rows],
+        )
+        self._levels.append((rows, found))
+
+    def open(self) -> tuple[Int64s, list[int], torch.Tensor]:
+        """Return the rows that want another token, the placeholders of their last ones and the numbers of those."""
+        rows, found = self._levels[-1]
+        wanted = np.flatnonzero(self._lengths[rows] > len(self._levels))
+        self._rows = rows[wanted]
+        if len(found) == 1:
+            return self._rows, placeholder_tokens(wanted), found[0].numbers[0].flatten()
+        places = np.argsort(np.concatenate([one.rows for one in found]))
+        return self._rows, placeholder_tokens(places[wanted]), torch.cat([one.numbers[0].flatten() for one in found])
+
+    def read(self) -> list[ChainAnswers]:
+        """Wait for the device, and return the chains: those of point masses, and those that were drawn."""
+        num_levels = len(self._levels)
+        kinds = []  # of each kind of chains: where its tokens stand, row by row, and the numbers that were found
+        for is_drawn in (False, True):
+            of_kind = [
+                (rows[one.rows] * num_levels + level, one.numbers)
+                for level, (rows, found) in enumerate(self._levels)
+                for one in found
+                if (len(one.numbers) == 3) == is_drawn
+            ]
+            if of_kind:
+                cells, numbers = zip(*of_kind, strict=True)
+                kinds.append((np.concatenate(cells), [torch.cat(each) for each in zip(*numbers, strict=True)]))
+        bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
+        parts = iter(self._rules.read_back(bits).wait().split([each.numel() for _, own in kinds for each in own]))
+        answers: list[ChainAnswers] = []
+        for places, columns in kinds:
+            order = np.argsort(places)
+            rows = np.flatnonzero((self._choices == BY_LAW) == (len(columns) == 3))
+            found = [next(parts).view(each.dtype).view(each.shape).numpy()[order] for each in columns]
+            answers.append(ChainAnswers(rows.tolist(), _chains(self._lengths[rows], *found)))
+        return answers
+
+
+def _chains(lengths: Int64s, ids: np.ndarray, *others: np.ndarray) -> Chains:
+    """Join chains: ids [num_tokens, 1], and their chances likewise, or the rows and weights that they were drawn from.
+
+    The rows come likeliest first, which is what a drawn token's confidence is; weights of 0 are left out.
+    """
+    if len(others) == 1:
+        none = np.zeros(0, np.int32)
+        confidences, sizes, row_ids, row_weights = others[0][:, 0], np.zeros(0, np.int64), none, none
+    else:
+        candidates, weights = others
+        is_kept = weights > 0
+        confidences, sizes = weights[:, 0] / DRAFT_PROB_SCALE, is_kept.sum(axis=1)
+        row_ids, row_weights = candidates[is_kept].astype(np.int32), weights[is_kept].astype(np.int32)
+    return Chains(
+        lengths=lengths,
+        token_ids=ids[:, 0],
+        confidences=confidences,
+        row_sizes=sizes,
+        row_ids=row_ids,
+        row_weights=row_weights,
+    )
+
+
+def tokens_of(chains: Chains) -> list[list[int]]:
+    """Return the tokens of each chain."""
+    token_ids, starts = chains.token_ids.tolist(), starts_of(chains.lengths)
+    ends = (starts + chains.lengths).tolist()
+    return [token_ids[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
