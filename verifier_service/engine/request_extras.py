@@ -92,7 +92,7 @@ class RequestExtras:
             if item.samples
         ]
 
-    def _edits(self, request: Request, draft: Draft | None) -> LogitEdits:
+    def _edits(self, request: Request, draft: Draft | None) -> LogitEdits | None:
         processor = self._processors[request.request_id]
         draft_token_ids, parents = ((), None) if draft is None else (draft.token_ids, draft.parents)
         return processor.edits(request.token_ids, draft_token_ids, parents)
