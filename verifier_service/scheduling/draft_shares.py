@@ -26,7 +26,7 @@ class DraftShares:
 
     def __init__(self, max_model_len: int, admission: Admission | None) -> None:
         self._max_model_len, self._admission = max_model_len, admission
-        self._paying: dict[str, Draft] = {}  # of the step that is planned: each draft's part that is worth verifying
+        self.paying: dict[str, Draft] = {}  # of the step that is planned: each draft's part that is worth verifying
         self.masks: MaskPlanner | None = None  # for drafts by masks, of every request that has drafts
 
     def max_total_tokens(self, request: Request) -> int:
@@ -35,7 +35,7 @@ class DraftShares:
 
     def begin_step(self, running: Iterable[Request]) -> None:
         """Decide of all drafts of the running requests at once how much of them is worth verifying."""
-        self._paying = self._admitted(running)
+        self.paying = self._admitted(running)
 
     def _admitted(self, requests: Iterable[Request]) -> dict[str, Draft]:
         drafts = [(one, one.draft) for one in requests if one.draft is not None and one.draft.token_ids]
@@ -57,9 +57,9 @@ class DraftShares:
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
         # One place is left for the recovered or bonus token.
         max_depth = self.max_total_tokens(request) - request.num_tokens - 1
-        if request.request_id not in self._paying:  # it was not running yet when the step began
-            self._paying |= self._admitted([request])
-        paying = self._paying.pop(request.request_id, draft)
+        if request.request_id not in self.paying:  # it was not running yet when the step began
+            self.paying |= self._admitted([request])
+        paying = self.paying.pop(request.request_id, draft)
         kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
         request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
         return kept if kept.token_ids else None

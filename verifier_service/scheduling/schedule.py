@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.masks import PlacedMasks, Tree
+
+MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs; a row is as wide as the vocabulary
 
 
 @dataclass(slots=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
@@ -27,6 +29,17 @@ class ScheduledRequest:
     samples: bool  # the step computes the request's last token and so samples the next
     num_prompt_rows: int = 0  # logits rows for prompt_logprobs, before the sampled ones, from num_computed_tokens on
     masks: PlacedMasks | None = None  # their logits rows come after the sampled ones
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A schedule under construction."""
+
+    budget: int  # remaining tokens
+    items: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # KV blocks (source, target)
+    num_prompt_rows_left: int = MAX_PROMPT_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +143,7 @@ def build_batch(
             token_ids.extend([item.masks.blocks.token_id] * item.masks.num_tokens)
         if item.samples:
             logits_indices.extend(range(len(token_ids) - num_rows, len(token_ids)))
-        tree = None if draft is None and item.masks is None else _tree_of(item)
+        tree = None if item.masks is None and (draft is None or draft.parents is None) else _tree_of(item)
         trees.append(tree)
         positions.extend(range(start, stop) if tree is None else _positions(tree.parents, start, stop))
         slot_mapping.extend(slots_of(request.block_table, range(start, stop), block_size))

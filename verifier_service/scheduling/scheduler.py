@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.verifier_service.messages.batch import slot_of
 from outrider.verifier_service.messages.request import Request
@@ -18,12 +18,11 @@ from outrider.verifier_service.scheduling.draft_shares import Admission, DraftSh
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
-from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch
+from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, StepPlan, build_batch
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
 
 PRIORITY_STEP_S = 5.0  # one level of priority counts as so many seconds of earlier arrival
 BACKGROUND_TOKENS = 64  # of background requests per step: an arrival waits for one such step at most
-MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs; a row is as wide as the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,6 @@ class SchedulerConfig:
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}")
-
-
-@dataclass(slots=True)
-class _Step:
-    """A schedule under construction."""
-
-    budget: int  # remaining tokens
-    items: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # KV blocks (source, target)
-    num_prompt_rows_left: int = MAX_PROMPT_ROWS
 
 
 class Scheduler:
@@ -160,7 +148,7 @@ class Scheduler:
 
         Commit or remove every scheduled request before the next call; otherwise it computes the same tokens again.
         """
-        step = _Step(budget=self._config.max_num_batched_tokens)
+        step = StepPlan(budget=self._config.max_num_batched_tokens)
         if self._is_idle:
             step.budget = min(step.budget, BACKGROUND_TOKENS)
         else:
@@ -316,9 +304,9 @@ class Scheduler:
         for request in requests:
             self._queue_of(request).push(self._seniority_of(request), request)
 
-    def _schedule_running(self, step: _Step, now_s: float) -> None:
-        running, items, references, size = self._running, step.items, self._pool.references, self._pool.block_size
-        may_have_masks = self.shares.masks is not None
+    def _schedule_running(self, step: StepPlan, now_s: float) -> None:
+        running, items, pool, paying = self._running, step.items, self._pool, self.shares.paying
+        references, size, may_have_masks = pool.references, pool.block_size, self.shares.masks is not None
         index = 0  # not `for`: preemption shortens the list from its end
         while index < len(running) and step.budget:
             request = running[index]
@@ -328,21 +316,33 @@ class Scheduler:
             hold_until_s = request.hold_until_s
             if request.stands_until_s is not None or (hold_until_s is not None and hold_until_s > now_s):
                 continue
-            computed, table = request.num_computed_tokens, request.block_table
+            computed, table, num_tokens = request.num_computed_tokens, request.block_table, len(request.token_ids)
+            draft, num_new = request.draft, 1
+            if draft is not None:
+                draft = paying.get(request.request_id, draft)
+                num_new += len(draft.token_ids)
             place = computed // size  # of the block that it writes into next
+            num_missing = (computed + num_new - 1) // size + 1 - len(table)
             if (
-                request.draft is None
-                and len(request.token_ids) - computed == 1
-                and place < len(table)
-                and references[table[place]] == 1
-                and not may_have_masks
-            ):  # most requests in most steps: one token, which fits; as `_schedule_request`, without its calls
-                step.budget -= 1
-                items.append(ScheduledRequest(request, 1, None, True))
-            else:
+                num_tokens - computed != 1
+                or may_have_masks
+                or (place < len(table) and references[table[place]] != 1)
+                or (num_missing > 0 and num_missing > pool.num_free_blocks)
+                or (num_new > 1 and (num_new > step.budget or num_tokens + num_new > request.limit))
+                or (draft is not None and draft.parents is not None)
+            ):
                 self._schedule_request(request, step)
+                continue
+            # most requests in most steps: a token and a chain, which fit; as `_schedule_request`, without its calls
+            if num_missing > 0:
+                table.extend(pool.allocate(num_missing))
+            if request.draft is not None:
+                assert request.draft.position == num_tokens, f"not at {num_tokens} tokens: {request.draft}"
+                request.metrics.num_cut_tokens += len(request.draft.token_ids) + 1 - num_new
+            step.budget -= num_new
+            items.append(ScheduledRequest(request, num_new, draft if num_new > 1 else None, True))
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: StepPlan) -> None:
         queue = self._background if self._is_idle else self._waiting
         while step.budget and len(self._running) < self._config.max_num_seqs:
             request = queue.first()
@@ -388,7 +388,7 @@ class Scheduler:
             self.num_prefix_queried_tokens += request.num_tokens
             self.num_prefix_hit_tokens += request.num_computed_tokens
 
-    def _schedule_request(self, request: Request, step: _Step) -> None:
+    def _schedule_request(self, request: Request, step: StepPlan) -> None:
         """Add one running request to the step, within budget and free blocks; its draft gets only what is left.
 
         Less senior requests are preempted for its tokens, not for its draft: a recompute costs more than a draft gains.

@@ -11,8 +11,8 @@ import pytest
 
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, first_nodes
-from outrider.verifier_service.scheduling.scheduler import MAX_PROMPT_ROWS, Scheduler
+from outrider.verifier_service.scheduling.schedule import MAX_PROMPT_ROWS, Schedule, ScheduledRequest, first_nodes
+from outrider.verifier_service.scheduling.scheduler import Scheduler
 from support import parts
 
 BLOCK_SIZE = 4
