@@ -388,7 +388,7 @@ class DraftCoordinator:
             bound, reason = self._bound_of(request)
             own_id = None if session is None or is_off else session.drafter_id
             drafter_id = own_id if own_id in choice.sure and plan.drafter_id in (None, own_id) else None
-            if drafter_id is None and not is_off:
+            if drafter_id is None and drafters and not is_off:
                 drafter_id = choice.of(plan, session, is_asking=bound > 0)
             if bound > 0 and drafter_id is None:
                 reason = DisabledReason.DRAFTER_TIMEOUT if drafters else DisabledReason.DRAFTER_UNAVAILABLE

@@ -16,7 +16,7 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import Draft
-from outrider.verifier_service.messages.tree import depths, parents_of
+from outrider.verifier_service.messages.tree import depths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,27 @@ class DraftRows:
     def of(cls, drafts: Sequence[Draft | None], device: torch.device, alone: Sequence[bool] = ()) -> DraftRows:
         """`alone`: the requests whose rows count even if their ancestors are wrong; empty: none of them."""
         token_ids: list[int] = []
-        parents: list[int] = []
-        requests: list[int] = []
-        levels: list[int] = []
-        for request, draft in enumerate(drafts):
-            start, above = len(token_ids), parents_of(draft)
-            token_ids += [-1, *(() if draft is None else draft.token_ids)]
-            parents += [start, *(start + parent + 1 for parent in above)]
-            levels += [0, *(depth + 1 for depth in depths(above))]
-            requests += [request] * (len(above) + 1)
+        counts: list[int] = []  # rows of each request
+        for draft in drafts:
+            token_ids.append(-1)
+            if draft is not None:
+                token_ids.extend(draft.token_ids)
+            counts.append(1 if draft is None else 1 + len(draft.token_ids))
         num_rows = len(token_ids)
-        up, rows, owners = np.array(parents, np.int64), np.arange(num_rows), np.array(requests, np.int64)
+        rows, owners = np.arange(num_rows), np.repeat(np.arange(len(drafts)), counts)
+        starts = np.cumsum(counts) - counts
+        levels = rows - starts[owners]  # of chains, and their parents; trees have their own
+        up = np.maximum(rows - 1, starts[owners])
+        for start, draft in zip(starts.tolist(), drafts, strict=True):
+            if draft is not None and draft.parents is not None:
+                own = slice(start + 1, start + 1 + len(draft.parents))
+                up[own], levels[own] = np.array(draft.parents) + start + 1, np.array(depths(draft.parents)) + 1
         is_alone = np.array(alone, bool)[owners] if alone else np.zeros(num_rows, bool)
         jump, jumps = np.where(is_alone, rows, up), []
-        for _ in range(max(max(levels, default=0) - 1, 0).bit_length()):
+        for _ in range(max(int(levels.max(initial=0)) - 1, 0).bit_length()):
             jumps.append(jump)
             jump = jump[jump]
-        keys = np.array(levels, np.int64) * num_rows + rows[::-1]
+        keys = levels * num_rows + rows[::-1]
         first, tokens, *others = upload([up, np.array(token_ids, np.int64), owners, keys, *jumps], device)
         return cls(
             num_requests=len(drafts),

@@ -48,19 +48,29 @@ class VerificationEntry:
         return self.sampling.acceptance
 
 
+def row_counts(entries: Sequence[VerificationEntry]) -> list[int]:
+    """Return each entry's number of rows."""
+    return [1 if entry.draft is None else 1 + len(entry.draft.token_ids) for entry in entries]
+
+
 def first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
     """Return each entry's first row."""
-    return list(itertools.accumulate((entry.num_rows for entry in entries), initial=0))[:-1]
+    return list(itertools.accumulate(row_counts(entries), initial=0))[:-1]
 
 
 def rows_of_members(entries: Sequence[VerificationEntry], members: Sequence[int]) -> list[int]:
     """Return the rows of some of the entries, one entry after the other."""
-    starts = first_rows(entries)
-    return [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
+    counts = row_counts(entries)
+    if len(members) == len(entries):
+        return list(range(sum(counts)))
+    starts = list(itertools.accumulate(counts, initial=0))
+    return [row for index in members for row in range(starts[index], starts[index] + counts[index])]
 
 
 def edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
     """Return the edits of the entries that have any, with their first rows."""
+    if all(entry.edits is None for entry in entries):
+        return []
     assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
     starts = first_rows(entries)
     return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]

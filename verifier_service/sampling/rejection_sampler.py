@@ -22,9 +22,9 @@ numbers whose places are fixed, since a walk that reaches a child has tried ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -100,6 +100,12 @@ def _families(drafts: Sequence[Draft | None], starts: Sequence[int]) -> list[_Fa
     for draft, start in zip(drafts, starts, strict=True):
         if draft is None:
             continue
+        if draft.parents is None:  # each token is its parent's only child
+            laws_of_chain = draft.draft_probs or itertools.repeat(None)
+            for row, token_id, law in zip(itertools.count(start), draft.token_ids, laws_of_chain, strict=False):
+                ids, weights = ([token_id], [0]) if law is None else ([*law.token_ids], [*law.weights])
+                found.append(_Family(row, row, ids, weights, [row + 1], [ids.index(token_id)]))
+            continue
         laws = rows_by_parent(draft)
         tried = last_uniforms(draft, start)
         own: dict[int, _Family] = {}
@@ -123,7 +129,7 @@ def _families(drafts: Sequence[Draft | None], starts: Sequence[int]) -> list[_Fa
 
 def _by_place(lists: Sequence[Sequence[int]], filler: int) -> np.ndarray:
     """Return the first numbers of all lists, then the second ones, and so on: int64 [longest, num_lists]."""
-    return np.array(list(zip_longest(*lists, fillvalue=filler)), np.int64).reshape(-1, len(lists))
+    return np.array(list(itertools.zip_longest(*lists, fillvalue=filler)), np.int64).reshape(-1, len(lists))
 
 
 def _laws(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -145,7 +151,12 @@ def last_uniforms(draft: Draft | None, start: int) -> list[int]:
 
     It is the first that no tried token has used: trying a row's n children uses the numbers of n rows.
     """
-    parents = parents_of(draft)
+    if draft is None:
+        return [start]
+    if draft.parents is None:
+        stop = start + len(draft.token_ids)
+        return [*range(start + 1, stop + 1), stop]
+    parents = draft.parents
     num_children = [0] * (len(parents) + 1)
     used = [start]  # before a row's own children are tried
     for parent in parents:

@@ -36,10 +36,11 @@ class _PlainRows:
     min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: no row has one
 
     @classmethod
-    def of(cls, rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> _PlainRows:
-        min_p = [sampling[row].min_p for row in rows]
-        column = upload([_column(min_p, np.float32)], device)[0] if any(min_p) else None
-        return cls(_index(rows, sampling, device), column)
+    def of(cls, is_own: np.ndarray, min_p: np.ndarray, device: torch.device) -> _PlainRows:
+        """All arrays [num_rows]."""
+        min_p = min_p[is_own]
+        column = upload([_column(min_p, np.float32)], device)[0] if min_p.any() else None
+        return cls(_index(is_own, device), column)
 
     @property
     def is_sure(self) -> bool:
@@ -68,28 +69,25 @@ class _RankedRows:
     @classmethod
     def of(
         cls,
-        rows: Sequence[int],
-        sampling: Sequence[SamplingShape],
+        is_own: np.ndarray,
+        num_kept: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
         nucleus: int,
         vocab_size: int,
         device: torch.device,
     ) -> _RankedRows:
-        """`nucleus`: how many tokens are ranked for a row without top_k."""
-        shapes = [sampling[row] for row in rows]
-        num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
-        columns = [
-            _column(num_kept, np.int64),
-            _column([shape.top_p for shape in shapes], np.float64),
-            _column([shape.min_p for shape in shapes], np.float64),
-        ]
-        kept, top_p, min_p = upload(columns, device)
+        """All arrays [num_rows]; `nucleus`: how many tokens are ranked for a row without top_k."""
+        num_kept = num_kept[is_own]
+        columns = [_column(num_kept, np.int64), *(_column(each[is_own], np.float64) for each in (top_p, min_p))]
+        sent_kept, sent_top_p, sent_min_p = upload(columns, device)
         return cls(
-            rows=_index(rows, sampling, device),
-            num_kept=kept,
-            top_p=top_p,
-            min_p=min_p,
-            num_candidates=max(count if count < vocab_size else min(nucleus, vocab_size) for count in num_kept),
-            most_kept=max(num_kept),
+            rows=_index(is_own, device),
+            num_kept=sent_kept,
+            top_p=sent_top_p,
+            min_p=sent_min_p,
+            num_candidates=int(np.where(num_kept < vocab_size, num_kept, nucleus).max()),
+            most_kept=int(num_kept.max()),
         )
 
     @property
@@ -136,26 +134,34 @@ class LawShapes:
 
     @classmethod
     def of(
-        cls, sampling: Sequence[SamplingShape], vocab_size: int, device: torch.device, *, ranks_all: bool = False
+        cls,
+        sampling: Sequence[SamplingShape],
+        vocab_size: int,
+        device: torch.device,
+        *,
+        counts: Sequence[int] | None = None,
+        ranks_all: bool = False,
     ) -> LawShapes:
-        """Take one shape per row, with a temperature above zero: greedy rows are not sampled.
+        """Take one shape for `counts` rows each (None: one), with a temperature above zero: greedy rows have no law.
 
         A row with top_p alone ranks its NUCLEUS_CANDIDATES likeliest tokens; `ranks_all`: the whole vocabulary.
         """
         assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-        temperatures = [shape.temperature for shape in sampling]
-        is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
-        plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
-        ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
+        owners = np.repeat(np.arange(len(sampling)), 1 if counts is None else counts)  # the shape of each row
+        numbers = [(shape.temperature, shape.top_k, shape.top_p, shape.min_p) for shape in sampling]
+        temperatures, top_k, top_p, min_p = np.array(numbers, np.float64).reshape(-1, 4)[owners].T
+        cuts = (top_k > 0) & (top_k < vocab_size)
+        is_ranked = cuts | (top_p < 1.0)
         groups: list[_PlainRows | _RankedRows] = []
-        if plain:
-            groups.append(_PlainRows.of(plain, sampling, device))
-        if ranked:
-            nucleus = vocab_size if ranks_all else NUCLEUS_CANDIDATES
-            groups.append(_RankedRows.of(ranked, sampling, nucleus, vocab_size, device))
-        is_plain = all(temperature == 1.0 for temperature in temperatures)
+        if not is_ranked.all():
+            groups.append(_PlainRows.of(~is_ranked, min_p, device))
+        if is_ranked.any():
+            nucleus = vocab_size if ranks_all else min(NUCLEUS_CANDIDATES, vocab_size)
+            num_kept = np.where(cuts, top_k, vocab_size).astype(np.int64)
+            groups.append(_RankedRows.of(is_ranked, num_kept, top_p, min_p, nucleus, vocab_size, device))
+        is_plain = bool((temperatures == 1.0).all())
         sent = None if is_plain else upload([_column(temperatures, np.float32)], device)[0]
-        return cls(len(sampling), sent, tuple(groups))
+        return cls(len(owners), sent, tuple(groups))
 
     @property
     def are_sure(self) -> bool:
@@ -211,8 +217,8 @@ def _laws(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tens
     return probs
 
 
-def _index(rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> torch.Tensor | None:
-    return None if len(rows) == len(sampling) else upload_rows(rows, device)
+def _index(is_own: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    return None if is_own.all() else upload([is_own.nonzero()[0]], device)[0]
 
 
 def top_candidates(values: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,9 +255,5 @@ def choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.where(reached.gather(1, first), first, weights.argmax(dim=1, keepdim=True))[:, 0]
 
 
-def _needs_ranking(shape: SamplingShape, vocab_size: int) -> bool:
-    return 0 < shape.top_k < vocab_size or shape.top_p < 1.0
-
-
-def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
-    return np.array(values, dtype).reshape(-1, 1)
+def _column(values: np.ndarray | Sequence[float], dtype: type[np.generic]) -> np.ndarray:
+    return np.array(values).astype(dtype).reshape(-1, 1)

@@ -30,7 +30,7 @@ import torch
 from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
 from outrider.verifier_service.messages.request import VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
-from outrider.verifier_service.sampling.entries import VerificationEntry, rows_of_members
+from outrider.verifier_service.sampling.entries import VerificationEntry, row_counts, rows_of_members
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 
 
@@ -71,7 +71,7 @@ def begin(
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     num_rows = logits.shape[0] if rows is None else len(rows)
-    assert num_rows == sum(entry.num_rows for entry in entries), (num_rows, len(entries))
+    assert num_rows == sum(row_counts(entries)), (num_rows, len(entries))
     if not entries:
         return DoneVerification([], None)
     if rows is not None:
@@ -83,9 +83,10 @@ def begin(
 
 def draw_uniforms(entries: Sequence[VerificationEntry], rng: torch.Generator) -> np.ndarray:
     """Draw the uniform numbers of the rejection-sampled entries' rows: float64 [num_rows], 0 in all other rows."""
-    is_sampled = [entry.sampling.mode is VerificationMode.REJECTION for entry in entries for _ in range(entry.num_rows)]
+    are_sampled = [entry.sampling.mode is VerificationMode.REJECTION for entry in entries]
+    is_sampled = np.repeat(are_sampled, row_counts(entries))
     uniforms = np.zeros(len(is_sampled))
-    if num_sampled := sum(is_sampled):
+    if num_sampled := int(is_sampled.sum()):
         uniforms[is_sampled] = torch.rand(num_sampled, dtype=torch.float64, generator=rng).numpy()
     return uniforms
 
@@ -115,6 +116,11 @@ def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) ->
     tokens = choices.tolist()
     committed, places, start = [], [], 0
     for entry in entries:
+        if entry.draft is None:
+            committed.append(VerifiedTokens([tokens[start]], ()))
+            places.append(start)
+            start += 1
+            continue
         path: list[int] = []
         end = start  # the row in which the path ends
         for index, (token_id, parent) in enumerate(zip(entry.draft_token_ids, parents_of(entry.draft), strict=True)):

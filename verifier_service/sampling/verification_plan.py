@@ -16,7 +16,7 @@ from outrider.verifier_service.messages.request import VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
-from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, rows_of_members
+from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, row_counts, rows_of_members
 from outrider.verifier_service.sampling.logits_processors import SentEdits
 from outrider.verifier_service.sampling.sampled_rows import SampledRows
 from outrider.verifier_service.sampling.sampler import LawShapes
@@ -64,8 +64,9 @@ class VerificationPlan:
         edits = edits_by_row(entries)
         self._edits = SentEdits.of(edits, vocab_size, device) if edits else None
         self._groups: list[_Group] = []
+        modes = [entry.sampling.mode for entry in entries]
         for mode in VerificationMode:
-            members = [index for index, entry in enumerate(entries) if entry.sampling.mode is mode]
+            members = [index for index, own_mode in enumerate(modes) if own_mode is mode]
             if not members:
                 continue
             own, rows = [entries[index] for index in members], rows_of_members(entries, members)
@@ -73,8 +74,9 @@ class VerificationPlan:
             if mode is VerificationMode.GREEDY:
                 self._groups.append(_Group(members, sent_rows, (), _greedy(own, device)))
                 continue
-            samplings = [entry.sampling for entry in own for _ in range(entry.num_rows)]
-            shapes = LawShapes.of(samplings, vocab_size, device, ranks_all=ranks_all)
+            shapes = LawShapes.of(
+                [entry.sampling for entry in own], vocab_size, device, counts=row_counts(own), ranks_all=ranks_all
+            )
             if mode is VerificationMode.COUPLED:
                 judge = _coupled(own, shapes, vocab_size, device)
             else:
@@ -106,9 +108,19 @@ class VerificationPlan:
         for group in self._groups:
             start = 0  # of an entry among the group's rows
             for index in group.members:
-                entry, (end, token_id) = self._entries[index], next(found)
-                committed[index] = VerifiedTokens.along(entry.draft, path_to(entry, end - start), token_id)
-                start += entry.num_rows
+                draft, (end, token_id) = self._entries[index].draft, next(found)
+                if draft is None:
+                    committed[index] = VerifiedTokens([token_id], ())
+                    start += 1
+                    continue
+                if draft.parents is None:
+                    num_accepted = end - start
+                    tokens = [*draft.token_ids[:num_accepted], token_id]
+                    committed[index] = VerifiedTokens(tokens, tuple(range(num_accepted)))
+                else:
+                    path = path_to(self._entries[index], end - start)
+                    committed[index] = VerifiedTokens.along(draft, path, token_id)
+                start += 1 + len(draft.token_ids)
         unsure_rows = [row for group in self._groups for row in group.unsure_rows]
         wrong = [row for row, is_right in zip(unsure_rows, numbers[2 * num_entries :], strict=True) if not is_right]
         return [committed[index] for index in range(num_entries)], wrong
@@ -133,12 +145,9 @@ def _greedy(entries: Entries, device: torch.device) -> Judge:
 def _coupled(entries: Entries, shapes: LawShapes, vocab_size: int, device: torch.device) -> Judge:
     drafts = DraftRows.of([entry.draft for entry in entries], device)
     typical = TypicalRows.of(entries, device)
-    numbers = [
-        (entry.sampling.seed, entry.sampling.choice_index, position)
-        for entry in entries
-        for position in entry.positions
-    ]
-    (identities,) = upload([np.array(numbers, np.int64).T], device)
+    own = np.array([(entry.sampling.seed, entry.sampling.choice_index) for entry in entries], np.int64)
+    positions = [position for entry in entries for position in entry.positions]
+    (identities,) = upload([np.vstack([np.repeat(own.T, row_counts(entries), axis=1), positions])], device)
 
     def judge(logits: torch.Tensor) -> Judged:
         probs, laws_are_right = shapes.probs(logits)
