@@ -34,7 +34,7 @@ class ModelOptions(Options):
     revision: str | None = option(None, "Hub revision of MODEL.")
     trust_remote_code: bool = option(False, "Run model code that comes with the checkpoint.")
     dtype: Dtype = option("auto")
-    quantization: Quantization | None = option(None, "Hold the target's linear layers in int8 (CPU).")
+    quantization: Quantization | None = option(None, "Linear layers of the target in int8 (CPU) or fp8.")
     num_cached_experts: Positive | None = option(
         None, "Experts of each of the target's mixture layers on the device; the others are fetched from host memory."
     )

@@ -239,7 +239,7 @@ class ServiceConfig(PoolsConfig):
         if self.verifiers.engine != VLLM:
             return self
         if self.model.quantization is not None:
-            raise ValueError("quantization: int8 is our own engine's; vLLM's go into engine_kwargs, by vLLM's names")
+            raise ValueError("quantization: int8 and fp8 are our own engine's; vLLM's go into engine_kwargs")
         if self.model.num_cached_experts is not None:
             raise ValueError("num_cached_experts: our own engine's; vLLM has options of its own for offloading")
         if self.check_integrity:

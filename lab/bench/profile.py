@@ -85,7 +85,7 @@ class Profile:
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.argument("model", required=False)
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
-@click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--quantization", type=click.Choice(["int8", "fp8"]))
 @click.option("--method", help="Draft with it, in this process: ngram, suffix. Default: speculation off.")
 @click.option("--threads", "num_threads", type=click.IntRange(1), help="Default: one for each core.")
 @click.option("--concurrency", "concurrencies", default="1,4,16,32", show_default=True, callback=numbers)

@@ -9,7 +9,7 @@ from outrider.verifier_service.formats.gguf import is_to_be_converted
 from outrider.verifier_service.messages.draft import require
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 DTYPES, DEVICES = get_args(Dtype), get_args(Device)
 
@@ -21,7 +21,7 @@ class ModelConfig:
     path: str  # a folder, or a model id of the Hugging Face hub
     revision: str | None = None
     dtype: str = "auto"  # auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions
-    quantization: Quantization | None = None  # int8: weights of linear layers, on a CPU
+    quantization: Quantization | None = None  # of linear layers; int8: weights, on a CPU; fp8: products
     # of each mixture layer on the device, the others in host memory; None: all
     num_cached_experts: int | None = None
     device: str = "auto"  # auto: CUDA if available
@@ -50,7 +50,7 @@ class ModelConfig:
         require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
         require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
-        require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8 or None")
+        require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8, fp8 or None")
         for name in ("block_size", "tensor_parallel_size"):
             require(_is_positive(getattr(self, name)), name, "a positive integer")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads", "num_cached_experts"):

@@ -63,8 +63,8 @@ def load_decoder(
 ) -> Decoder:
     """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` naming a size.
 
-    `quantization` does not apply to the embedding. `num_cached_experts`: of each layer on the device, the others in
-    host memory; None: all.
+    `quantization` does not apply to the embedding, FP8 not to the head either. `num_cached_experts`: of each layer on
+    the device, the others in host memory; None: all.
     """
     return _DecoderLoader(spec, reader, group, dtype, device, quantization, num_cached_experts).load()
 
@@ -142,7 +142,9 @@ class _DecoderLoader:
         if spec.is_tied:
             self._reader.skip("lm_head.weight")  # some checkpoints have a tied weight twice
         table = nn.Embedding.from_pretrained(weight)
-        head = self._linear(weight if own is None else own, None, self._scales("lm_head", spec.vocab_size, shard))
+        scales = self._scales("lm_head", spec.vocab_size, shard)
+        quantization = None if self._quantization == "fp8" else self._quantization  # the head is most sensitive
+        head = make_linear(weight if own is None else own, None, quantization, scales)
         if group.size > 1:
             head = VocabParallelHead(head, group, spec.vocab_size)
         yield "embedding", table if group.size == 1 else VocabParallelEmbedding(table, group, start)
@@ -297,18 +299,18 @@ class _DecoderLoader:
         names = [[f"{prefix}{fused_name}"], [f"{prefix}{part.name}" for part in parts]]
         if not any(all(f"{name}{INT8_SCALES}" in self._reader for name in own) for own in names):
             return None
-        return self._fused(prefix, fused_name, parts, INT8_SCALES[1:], (1,)).flatten()
+        return self._fused(prefix, fused_name, parts, INT8_SCALES[1:], (1,)).flatten().float()
 
     def _scales(self, name: str, size: int, shard: Shard | None = None) -> torch.Tensor | None:
         """Read the int8 scales of one projection, of a rank's rows or all; None: its weight is no int8."""
         if f"{name}{INT8_SCALES}" not in self._reader:
             return None
-        return self._reader.read(f"{name}{INT8_SCALES}", (size, 1), shard).flatten()
+        return self._reader.read(f"{name}{INT8_SCALES}", (size, 1), shard).flatten().float()
 
     def _linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
     ) -> nn.Module:
-        return make_linear(weight, bias, self._quantization, None if scales is None else scales.float())
+        return make_linear(weight, bias, self._quantization, scales)
 
     def _summed_bias(self, name: str, has_bias: bool) -> torch.Tensor | None:
         """Read the bias of a projection whose output is summed over ranks; only rank 0 adds it."""

@@ -12,6 +12,7 @@ from outrider.verifier_service.formats.checkpoint import TensorSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
+from outrider.verifier_service.model.config import Quantization
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.packed_linear import dequantized, pack_linears
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
@@ -86,11 +87,12 @@ def finish(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) 
     return LibraryModel(model)
 
 
-def round_linears(model: PreTrainedModel) -> None:
-    """Round every linear layer's weight to int8 precision; a tied embedding keeps its own."""
+def round_linears(model: PreTrainedModel, quantization: Quantization = "int8") -> None:
+    """Round every linear layer's weight to a precision, for FP8 all but the head's; a tied embedding keeps its own."""
+    head = model.get_output_embeddings() if quantization == "fp8" else None
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight = torch.nn.Parameter(dequantized(module.weight), requires_grad=False)
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            module.weight = torch.nn.Parameter(dequantized(module.weight, quantization), requires_grad=False)
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:

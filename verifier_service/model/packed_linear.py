@@ -1,8 +1,9 @@
-"""Linear layers with prepacked weights: on a CPU, a few rows then cost hardly more than one.
+"""Linear layers with prepacked or small weights: on a CPU, a few rows then cost hardly more than one.
 
     PanelLinear   our own kernel
     PackedLinear  oneDNN's layout, on CPUs without a C++ compiler
     Int8Linear    torch's product with int8 weights, there
+    Fp8Linear     torch's product in FP8, where a device has one, and on a CPU
     PlainLinear   torch's own, elsewhere
 
 With AMX oneDNN is faster from some 16 rows on, but adds in another order from 33 rows on: a row's numbers would depend
@@ -27,6 +28,8 @@ LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
 CHANNELS = 16  # per panel, as in cpu/linear.cpp
 INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}  # of a weight
+FP8_MULTIPLE = 16  # of a weight's rows and columns, for torch's product on a device
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_INPUTS = 16  # torch's product with int8 reads so many numbers of a bfloat16 row at a time, also beyond its end
 MIN_WEIGHTS = 1 << 17  # smaller weights stay in the processor's cache, and the plain call is shorter
 
@@ -133,6 +136,35 @@ class Int8Linear(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
+class Fp8Linear(nn.Module):
+    """A linear that multiplies in FP8: a scale for each row of its weight, and one for each token's row.
+
+    As the dynamic activations of compressed-tensors and vLLM; rows are bfloat16.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.scales = to_fp8(weight)
+        self.bias = bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        if rows.numel() == 0:
+            return rows.new_empty(*rows.shape[:-1], self.weight.shape[0])
+        codes, scales = to_fp8(rows.reshape(-1, rows.shape[-1]))
+        by_row = F.ScalingType.RowWise
+        sides = (codes, self.weight.t(), scales, by_row, self.scales.t(), by_row)
+        output = F.scaled_mm(*sides, output_dtype=torch.bfloat16).view(*rows.shape[:-1], -1)
+        return output if self.bias is None else output + self.bias
+
+
+def to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row of [num_rows, size] to FP8 (E4M3): codes, and float32 scales [num_rows, 1]."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+    return (wide / scales).to(torch.float8_e4m3fn), scales
+
+
 def make_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -140,6 +172,8 @@ def make_linear(
     scales: torch.Tensor | None = None,
 ) -> nn.Module:
     """Build the fastest linear for a weight [out_features, in_features]; with `scales`, as `quantize`'s, in int8."""
+    if quantization == "fp8" and all(size % FP8_MULTIPLE == 0 for size in weight.shape):
+        return Fp8Linear(weight, bias)
     if quantization == "int8" or scales is not None:
         quantized, scales = quantize(weight, scales)
         if has_kernel(weight, torch.int8):
@@ -161,8 +195,11 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[
     return (weight.float() / scales[:, None]).round_().clamp_(-128, 127).to(torch.int8), scales
 
 
-def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight rounded to int8 precision, in its own dtype."""
+def dequantized(weight: torch.Tensor, quantization: Quantization = "int8") -> torch.Tensor:
+    """Return a weight rounded to int8 or FP8 precision, in its own dtype."""
+    if quantization == "fp8":
+        codes, by_row = to_fp8(weight)
+        return (codes.float() * by_row).to(weight.dtype)
     quantized, scales = quantize(weight)
     return (quantized.float() * scales[:, None]).to(weight.dtype)
 

@@ -65,6 +65,7 @@ from outrider.verifier_service.start_phases import tell_phase
 
 logger = logging.getLogger(__name__)
 
+FP8_CAPABILITY = (8, 9)
 CHECKED = "checked"  # finding in `StartMemory`: the logits equal the library's
 
 
@@ -115,7 +116,7 @@ def load_model(
         _check_tiny_model(description, group, device)
     spec = read_decoder_spec(description)
     if quantization is not None:
-        _require_quantizable(description.model_type, spec, device)
+        _require_quantizable(quantization, description.model_type, spec, dtype, device)
     if num_cached_experts is not None:
         _require_offloadable(description.model_type, spec, group)
     aliases, ignored = checkpoint_names(description)
@@ -129,7 +130,7 @@ def load_model(
         )
         if is_compared:
             if quantization is not None:
-                round_linears(library)
+                round_linears(library, quantization)
             expected = library_logits(library, sequences)
         if spec is None:
             model = finish(library, group, description.vocab_size)
@@ -149,9 +150,15 @@ def load_model(
     return model
 
 
-def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError(f"quantization is served on CPUs, device is {device.type}")
+def _require_quantizable(
+    quantization: Quantization, name: str, spec: DecoderSpec | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    if quantization == "int8" and device.type != "cpu":
+        raise ValueError(f"quantization: int8 is served on CPUs, device is {device.type}")
+    if quantization == "fp8" and dtype is not torch.bfloat16:
+        raise ValueError(f"quantization: fp8 is served in bfloat16, dtype is {dtype}")
+    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError("quantization: fp8 needs a device that multiplies in FP8, from Ada and Hopper on")
     if spec is None:
         raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
     if any(layer.experts is not None for layer in spec.layers):

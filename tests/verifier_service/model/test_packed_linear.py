@@ -14,6 +14,7 @@ from torch import nn
 
 from outrider.verifier_service.cpu.kernels import load_kernels
 from outrider.verifier_service.model.packed_linear import (
+    Fp8Linear,
     Int8Linear,
     PackedLinear,
     PanelLinear,
@@ -23,6 +24,7 @@ from outrider.verifier_service.model.packed_linear import (
     make_linear,
     pack_linears,
     quantize,
+    to_fp8,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,6 +111,28 @@ def test_int8_is_the_nearest_of_255_levels_of_each_channel():
     assert quantized.tolist() == [[127, -64, 0, 1], [0, 0, 0, 0]]
     torch.testing.assert_close(dequantized(weight)[0], torch.tensor([1.0, -64 / 127, 0.0, 1 / 127]))
     assert scales[1] > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(1, 512), (2, 5, 512), (1, 0, 512)], ids=str)
+def test_fp8_products_are_those_of_the_rounded_sides(shape, device):
+    weight, bias, rows = (drawn(*size, dtype=torch.bfloat16) for size in ((768, 512), (768,), shape))
+    codes, scales = to_fp8(rows.reshape(-1, 512))
+    expected = F.linear((codes.float() * scales).view(shape), dequantized(weight.float(), "fp8"), bias.float())
+    got = Fp8Linear(weight.to(device), bias.to(device))(rows.to(device)).cpu()
+    torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[torch.bfloat16] * 4, rtol=1e-2)
+
+
+def test_fp8_has_a_scale_for_each_row():
+    codes, scales = to_fp8(torch.tensor([[448.0, 1.0, -0.3], [0.0, 0.0, 0.0], [7.0, 3.5, 0.0]]))
+    assert codes[0].float().tolist() == [448.0, 1.0, -0.3125]
+    assert (codes[2].float() * scales[2]).tolist() == [7.0, 3.5, 0.0]
+    assert not codes[1].float().any()
+
+
+def test_fp8_is_for_shapes_that_a_device_multiplies():
+    assert isinstance(make_linear(drawn(32, 48, dtype=torch.bfloat16), None, "fp8"), Fp8Linear)
+    assert not isinstance(make_linear(drawn(24, 48, dtype=torch.bfloat16), None, "fp8"), Fp8Linear)
 
 
 def test_the_fastest_is_made():

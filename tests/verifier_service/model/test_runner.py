@@ -21,7 +21,7 @@ from outrider.verifier_service.model.architectures import ARCHITECTURES, Unsuppo
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.library_model import round_linears
-from outrider.verifier_service.model.packed_linear import PackedLinear, PanelLinear
+from outrider.verifier_service.model.packed_linear import Fp8Linear, PackedLinear, PanelLinear
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed
 from outrider.verifier_service.model.settled import resolve_dtype
 from outrider.verifier_service.model.start_check import (
@@ -172,6 +172,17 @@ def test_int8_is_checked_against_the_library_with_the_rounded_weights(tmp_path, 
     assert difference(runner, plain) > EXACT * 100
 
 
+def test_fp8_is_checked_against_the_library_with_the_rounded_weights(tmp_path):
+    plain = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    runner = make_runner(tmp_path, dtype="bfloat16", quantization="fp8")  # refused at start if they differed
+    rounded = copy.deepcopy(plain)
+    round_linears(rounded, "fp8")
+    assert sum(isinstance(module, Fp8Linear) for module in runner.model.modules()) == 8  # all but the head
+    assert difference(runner, rounded) < difference(runner, plain) < 0.3  # rows are rounded as well
+    with pytest.raises(ValueError, match="quantization: fp8 is served in bfloat16"):
+        make_runner(tmp_path, dtype="float32", quantization="fp8")
+
+
 def test_int8_is_refused_where_it_is_not_served(tmp_path):
     make_checkpoint(tmp_path / "experts", "mixtral")
     with pytest.raises(UnsupportedModelError, match=r"^mixtral: quantization is not served for mixtures of experts"):
@@ -179,7 +190,7 @@ def test_int8_is_refused_where_it_is_not_served(tmp_path):
     make_checkpoint(tmp_path / "library", "gpt2")
     with pytest.raises(UnsupportedModelError, match=r"^gpt2: quantization .* library's code"):
         make_runner(tmp_path / "library", quantization="int8")
-    with pytest.raises(ValueError, match=r"^quantization must be int8 or None"):
+    with pytest.raises(ValueError, match=r"^quantization must be int8, fp8 or None"):
         make_runner(tmp_path / "library", quantization="int4")
 
 
