@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outrider.cluster.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from outrider.cluster.offline.llm import LLM
     from outrider.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from outrider.cluster.offline.rollout_engine import RolloutEngine, RolloutStats
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Logprob",
     "RequestOutput",
@@ -29,6 +33,9 @@ __all__ = [
 
 _MODULES = {
     "LLM": "outrider.cluster.offline.llm",
+    "BeamSearchOutput": "outrider.cluster.offline.beam_search",
+    "BeamSearchParams": "outrider.cluster.offline.beam_search",
+    "BeamSearchSequence": "outrider.cluster.offline.beam_search",
     "CompletionOutput": "outrider.cluster.offline.outputs",
     "Logprob": "outrider.cluster.offline.outputs",
     "RequestOutput": "outrider.cluster.offline.outputs",

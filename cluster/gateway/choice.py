@@ -305,7 +305,7 @@ def _taken(column: list[ItemT], num_tokens: int) -> tuple[ItemT, ...]:
 
 
 class Generation:
-    """The choices of one prompt: a call of the backend each, their chunks merged.
+    """The choices of one prompt: a call of the backend each, but one for all beams; their chunks merged.
 
     A slow client holds no KV in a verifier, and at most `max_tokens` tokens per choice here: it gets all that arrived
     meanwhile as one chunk per choice.
@@ -323,7 +323,8 @@ class Generation:
         self._interval = interval
         self._num_untold = dict.fromkeys(self.unfinished, interval)  # tokens of each choice
         self._whole: set[int] = set()  # choices whose last chunk has arrived
-        self._calls = {choice.index: asyncio.create_task(self._run(choice, backend)) for choice in choices}
+        calling = [choice for choice in choices if choice.index == 0 or choice.message.sampling.beams is None]
+        self._calls = {choice.index: asyncio.create_task(self._run(choice, backend)) for choice in calling}
 
     async def next_chunks(self) -> list[GatewayChunk]:
         """Wait for new chunks; once aborted, return every unfinished choice's last chunk.
@@ -382,6 +383,13 @@ class Generation:
             self._fail(failure)
 
     def _hear(self, choice: Choice, output: RequestOutput) -> None:
+        if choice.message.sampling.beams is None:
+            self._take(choice, output)
+        else:  # its only output: what was found, or why nothing was
+            for each, beam in zip(self.choices, output.beams or itertools.repeat(output), strict=False):
+                self._take(each, beam)
+
+    def _take(self, choice: Choice, output: RequestOutput) -> None:
         if self._error is not None or choice.index in self._whole:  # the request has ended, or the choice
             return
         chunk = choice.absorb(output)

@@ -45,6 +45,12 @@ class ClientFields:
     """None: not given."""
 
     n: Annotated[int | None, At(SGLANG, VLLM, means="at most 128")] = None
+    use_beam_search: Annotated[
+        bool | None, At(means="the `n` texts of the highest score, [below](#beam-search); not in gRPC")
+    ] = None
+    length_penalty: Annotated[
+        float | None, At(means="of beams, in [-10, 10]: above 0 a longer text scores higher; without beams 1 alone")
+    ] = None
     max_tokens: Annotated[
         int | None,
         At(

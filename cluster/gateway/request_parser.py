@@ -16,6 +16,7 @@ from outrider.cluster.gateway.client_fields import ClientFields
 from outrider.cluster.gateway.detokenizer import Detokenizer
 from outrider.cluster.gateway.kv_transfer import FIELD, NO_TRANSFER, KVTransfer
 from outrider.cluster.gateway.text_codec import TextCodec, check_bad_words
+from outrider.verifier_service.messages.beam_search import BeamSearch
 from outrider.verifier_service.messages.lossy import acceptance_rule, require_lossless
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
@@ -131,9 +132,12 @@ class ValidRequest:
         )
 
     def choices(self) -> list[GenerationRequest]:
-        """Return one request per choice; the noise of seeded choices differs by the choice index."""
-        if self.n == 1:
-            return [self.message]
+        """Return one request per choice; the noise of seeded choices differs by the choice index.
+
+        A beam search is one request for all.
+        """
+        if self.n == 1 or self.sampling.beams is not None:
+            return [self.message] * self.n
         first = self.sampling.choice_index
         return [
             dataclasses.replace(
@@ -155,7 +159,7 @@ class RequestParser:
     async def parse(self, request: RequestInput, key: ShownKey = NO_KEY) -> ValidRequest:
         """Check wire input; raises `InvalidRequest` naming the field. `key`: the one that came with it."""
         request = self._with_defaults(request)
-        is_kept = request.store is not False and key.policy is not KeyPolicy.NEVER
+        is_kept = request.store is not False and key.policy is not KeyPolicy.NEVER and not request.use_beam_search
         num_choices = 1 if request.n is None else request.n
         require_field(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
         stop = _stop_strings(request.stop)
@@ -167,7 +171,7 @@ class RequestParser:
                 request_id=_request_id(request.request_id),
                 prompt_token_ids=prompt_token_ids,
                 sampling=await self._sampling(request, num_free_tokens),
-                group_id=uuid.uuid4().hex if num_choices > 1 else None,
+                group_id=uuid.uuid4().hex if num_choices > 1 and not request.use_beam_search else None,
                 priority=request.priority or 0,
                 target_inter_token_ms=request.target_inter_token_ms,
                 session_id=_label(request.session_id, "session_id"),
@@ -194,6 +198,8 @@ class RequestParser:
 
     def _with_defaults(self, request: RequestInput) -> RequestInput:
         """Return a request that is sampled as the model's files say where it leaves it open."""
+        if request.use_beam_search:
+            return request  # nothing is sampled
         defaults = {name: value for name, value in self.model.sampling_defaults.items() if name != "max_tokens"}
         missing = {name: value for name, value in defaults.items() if getattr(request, name) is None}
         return dataclasses.replace(request, **missing) if missing else request
@@ -204,7 +210,7 @@ class RequestParser:
         require_field(self.model.hands_over or request.kv_transfer is None, FIELD, "left out: it is our own engine's")
         is_one_token = request.max_tokens == 1 or not wanted.hands_over
         require_field(is_one_token, request.max_tokens_field, f"1 with do_remote_decode in {FIELD}")
-        wanted = wanted if num_choices == 1 else NO_TRANSFER
+        wanted = wanted if num_choices == 1 and not request.use_beam_search else NO_TRANSFER
         return {"hands_over": wanted.hands_over, "kv_source": wanted.source}
 
     def _is_open(self, request: RequestInput, key_policy: KeyPolicy) -> bool:
@@ -279,6 +285,7 @@ class RequestParser:
             "allowed_token_ids": tuple(allowed or ()),
             "logit_bias": tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
             "bad_words": await self._bad_words(request.bad_words or ()),
+            **_beams(request),
         }
         given = {name: getattr(request, name) for name in _SAME} | read
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -331,6 +338,16 @@ def _naming_fields(request: RequestInput) -> Iterator[None]:
         name, _, rest = str(error).partition(" ")
         field = request.logprobs_field if name == "logprobs" else name
         raise InvalidRequest(f"{field} {rest}", field) from error
+
+
+def _beams(request: RequestInput) -> dict[str, Any]:
+    """Return the fields of a beam search; its temperature, as vLLM's, changes nothing."""
+    if not request.use_beam_search:
+        require_field(request.length_penalty in (None, 1), "length_penalty", "1, or left out, without use_beam_search")
+        return {}
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    beams = BeamSearch(width=request.n or 1, length_penalty=penalty, stop=_stop_strings(request.stop))
+    return {"beams": beams, "temperature": 0.0, "num_speculative_tokens": 0}
 
 
 def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:

@@ -75,7 +75,8 @@ class _Run:
     @property
     def may_hand_over(self) -> bool:
         """Whether its prompt may be computed elsewhere: choices share a prompt's KV, and what was lost once stays."""
-        return self.is_first and self.source is None and self.journal.request.group_id is None
+        request = self.journal.request
+        return self.is_first and self.source is None and request.group_id is None and request.sampling.beams is None
 
 
 class RoutedBackend:

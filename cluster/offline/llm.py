@@ -6,12 +6,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.machine import fit_drafting, share_cores, usable_cores
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.offline.beam_search import BeamRun, BeamSearchOutput, BeamSearchParams
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.cluster.offline.outputs import RequestOutput, TextPiece
 from outrider.cluster.offline.prompt_run import PromptRun
@@ -25,6 +26,7 @@ from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 OPTIONS = (*MODEL_OPTIONS, "generation_config", "speculation")
 Conversation = Sequence[Mapping[str, Any]]
+OutputT = TypeVar("OutputT")
 
 
 class LLM:
@@ -106,6 +108,27 @@ class LLM:
         )
         return self._all(runs, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search every prompt's `beam_width` outputs of the highest score; return them in the prompts' order.
+
+        The tokens and scores are those of transformers' `generate(num_beams=...)`. The beams of a prompt share KV up
+        to where they part, and run in one step; they have no drafts. At most `concurrency_limit` prompts run at a time.
+        Raises `ValueError` naming the bad field, also if the engine refuses a prompt.
+        """
+        runs = self._prompts.beam_runs(named_prompts(prompts), params)
+        limit = max(1, concurrency_limit or len(runs))
+        batches = (runs[start : start + limit] for start in range(0, len(runs), limit))
+        found = (each for batch in batches for each in self._searched(batch))
+        by_id = dict(_with_progress(found, len(runs), use_tqdm))
+        return [by_id[run.message.request_id] for run in runs]
+
     def as_completed(
         self,
         prompts: PromptInput | Iterable[PromptInput],
@@ -154,17 +177,19 @@ class LLM:
         self.close()
 
     def _all(self, runs: Sequence[PromptRun], shows_progress: bool) -> list[RequestOutput]:
-        from rich.console import Console
-        from rich.progress import track
-
-        outputs = track(
-            self._run(runs),
-            "prompts",
-            total=len(runs),
-            console=Console(stderr=True),
-            disable=not shows_progress,
-        )
+        outputs = _with_progress(self._run(runs), len(runs), shows_progress)
         return sorted(outputs, key=lambda output: int(output.request_id))
+
+    def _searched(self, runs: Sequence[BeamRun]) -> Iterator[tuple[str, BeamSearchOutput]]:
+        """Search prompts' beams together; yield each request's id and result."""
+        by_id = {run.message.request_id: run for run in runs}
+        with self._alone():
+            try:
+                for output in self._engine.generate(run.message for run in runs):
+                    yield output.request_id, by_id[output.request_id].found(output)
+            finally:
+                for request_id in by_id:
+                    self._engine.cancel(request_id)
 
     def _run(self, runs: Sequence[PromptRun]) -> Iterator[RequestOutput]:
         """Run prompts together; yield each one's outputs once it has ended, also by an error."""
@@ -203,6 +228,14 @@ class LLM:
             yield
         finally:
             self._running.release()
+
+
+def _with_progress(outputs: Iterable[OutputT], num_prompts: int, is_shown: bool) -> Iterable[OutputT]:
+    """Show on stderr how many prompts have ended."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(outputs, "prompts", total=num_prompts, console=Console(stderr=True), disable=not is_shown)
 
 
 def offline_config(options: Mapping[str, Any]) -> ServiceConfig:

@@ -14,6 +14,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.request_parser import MAX_HISTORY_KEY_CHARS
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.offline.beam_search import BeamRun, BeamSearchParams
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
@@ -73,6 +74,13 @@ class PromptRuns:
             PromptRun(str(next(self._numbers)), text, ids, sampling, self._context, is_new_text=is_new, history_key=key)
             for (text, ids), is_new, sampling, key in zip(tokenised, are_new, samplings, keys, strict=True)
         ]
+
+    def beam_runs(self, prompts: Sequence[tuple[str, Prompt]], params: BeamSearchParams) -> list[BeamRun]:
+        """Return a beam search for each prompt, in order."""
+        tokenised = [
+            self._tokenised(prompt, name, add_generation_prompt=True, chat_template=None) for name, prompt in prompts
+        ]
+        return [BeamRun(str(next(self._numbers)), text, ids, params, self._context) for text, ids in tokenised]
 
     def _tokenised(
         self, prompt: Prompt, name: str, *, add_generation_prompt: bool, chat_template: str | None

@@ -85,6 +85,8 @@ def _schema_of(structured: StructuredOutput) -> str:
 
 
 def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) -> None:
+    if sampling.beams is not None:
+        raise ValueError("use_beam_search: our own engine has it; vLLM's is asked for one output a request")
     if sampling.acceptance is not AcceptanceRule.STANDARD:
         raise ValueError(f"acceptance: vLLM verifies by the standard rule, not {sampling.acceptance.value}")
     if sampling.logprobs_mode is not LogprobsMode.RAW:

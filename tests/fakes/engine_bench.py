@@ -111,6 +111,7 @@ class EngineBench:
         drafters: Sequence[str] = ("d",),
         needs: DraftNeeds = DraftNeeds(),
         max_num_batched_tokens: int = 256,
+        max_num_seqs: int = 256,
         max_tree_nodes: int = 0,
         pricing: DraftPricing | None = None,
         drafts: DraftClient | None = None,
@@ -127,7 +128,7 @@ class EngineBench:
         if needs.taps:
             self.runner.keep_states()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
-        config = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, **limits)
+        config = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **limits)
         is_apart = isinstance(self.runner, LateRunner)
         self.engine = (PipelinedEngine if is_apart else VerifierEngine)(
             self.runner,

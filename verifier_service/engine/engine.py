@@ -5,6 +5,7 @@ No processes, sockets or Ray: drafters are a `DraftClient`, the model is a `Runn
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.joining import joining_until_s
+from outrider.verifier_service.engine.beams import BeamSearches
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.mask_rows import MaskRows
 from outrider.verifier_service.engine.outputs import OutputBuilder
@@ -96,6 +98,9 @@ class VerifierEngine:
         self._requests: dict[str, Request] = {}
         self._extras = RequestExtras(self._limits, grammars)
         self._outputs = OutputBuilder(self._extras, drafting, clock=clock, wall_clock=wall_clock)
+        self._beams = BeamSearches(
+            *(self._requests, scheduler, self._limits, grammars), ended=self._outputs.ended, forget=self._forget
+        )
         self.mask_rows = MaskRows()
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
@@ -127,6 +132,7 @@ class VerifierEngine:
             return RequestOutput.failed(message.request_id, str(error))
         self._requests[request.request_id] = request
         self._extras.add(message, grammar_state)
+        self._beams.add(request)
         self.drafting.filing.seed(request, message.history)
         return None
 
@@ -156,7 +162,8 @@ class VerifierEngine:
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         """End all requests, running and waiting; return their last outputs. No step may be in flight."""
-        ended = [(request, self._outputs.ended(request, reason, error)) for request in self._requests.values()]
+        asked = [request for request in self._requests.values() if request.num_seats]
+        ended = [(request, self._outputs.ended(request, reason, error)) for request in asked]
         for request, _ in ended:
             self._forget(request)
         return [output for _, output in ended]
@@ -194,7 +201,9 @@ class VerifierEngine:
         if self.is_paused:
             return None
         deadline_s = self._joining_until_s or self.scheduler.next_deadline_s()
-        return None if deadline_s is None else max(0.0, deadline_s - self._clock())
+        if deadline_s is None or deadline_s == math.inf:
+            return None
+        return max(0.0, deadline_s - self._clock())
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless all books agree and nothing is kept of a finished request."""
@@ -256,6 +265,7 @@ class VerifierEngine:
 
     def _schedule(self, now_s: float) -> Schedule | None:
         """Choose the next step. A request that comes with KV joins a later one: its draft is asked for first."""
+        self._beams.restart_broken()
         schedule = self.scheduler.schedule(now_s)
         placed = self.scheduler.take_arrived()
         if not placed:
@@ -276,6 +286,7 @@ class VerifierEngine:
             return []
         running = self.scheduler.running[::-1]
         decoding = [request for request in running if request.is_decoding and request.num_output_tokens]
+        decoding = [request for request in decoding if request.sampling.beams is None]
         held = [request for request in decoding if request.stands_until_s is None]
         if max_held is not None:
             held = held[: max(0, max_held - len(decoding) + len(held))]
@@ -320,7 +331,7 @@ class VerifierEngine:
         self._ask(step, outcomes)
         self.on_phase("ask")
         self.stats.observe(step.schedule, outputs, began_s=step.began_s, ended_s=self._ended_s)
-        return outputs
+        return self._beams.advance(step, outcomes, outputs)
 
     def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
         """Read prompt logprobs, predictions, masks and what drafters learn from of the step's logits."""
@@ -373,6 +384,8 @@ class VerifierEngine:
             self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
 
     def _forget(self, request: Request) -> None:
+        for fork in self._beams.drop(request.request_id):
+            self._forget(fork)
         self.handovers.release(request)
         del self._requests[request.request_id]
         self._extras.forget(request.request_id)

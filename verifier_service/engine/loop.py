@@ -16,6 +16,7 @@ from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.beam_search import ends_by_text
 from outrider.verifier_service.messages.engine import (
     CONTROLS,
     BadRequest,
@@ -173,7 +174,8 @@ class EngineLoop:
             case BadRequest():
                 self._failures.append(RequestOutput.failed(message.request_id, message.error))
             case GenerationRequest():
-                if not message.sampling.has_mask or self._compiling is None:
+                needs_texts = message.sampling.has_mask or ends_by_text(message.sampling)
+                if not needs_texts or self._compiling is None:
                     self._add(message)
                 else:
                     self._compiling.put(message)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.verifier_service.engine.request_limits import RequestLimits
+from outrider.verifier_service.messages.beam_search import ends_by_text
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -41,6 +42,8 @@ class RequestExtras:
 
     def open_grammar(self, sampling: SamplingParams) -> GrammarState | ThoughtState | None:
         """Return the grammar's state before the first token; None: no grammar. Raises `ValueError`."""
+        if ends_by_text(sampling) and self._grammars is None:
+            raise ValueError("stop: this engine does not know the text of its tokens, which beam search needs")
         if not sampling.has_mask:
             return None
         if self._grammars is None:
@@ -76,7 +79,10 @@ class RequestExtras:
     def needs_logits(self, requests: Sequence[Request]) -> bool:
         """Return whether the logits of any of them are edited, or read for more than their tokens."""
         others = self._prompt_logprobs.keys() | self._processors.keys()
-        return any(request.sampling.logprobs is not None or request.request_id in others for request in requests)
+        return any(
+            request.sampling.logprobs is not None or request.sampling.beams is not None or request.request_id in others
+            for request in requests
+        )
 
     def verification_entries(self, items: Sequence[ScheduledRequest]) -> list[VerificationEntry]:
         """Return what verification must know of the items that sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, Request, SamplingParams
@@ -25,6 +26,8 @@ class RequestLimits:
         self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
         self._check_token_ids("allowed_token_ids", message.sampling.allowed_token_ids)
         self._check_token_ids("bad_words", itertools.chain.from_iterable(message.sampling.bad_words))
+        if message.sampling.beams is not None and message.sampling.beams.width > self.vocab_size:
+            raise ValueError(f"n: {message.sampling.beams.width} beams of a vocabulary of {self.vocab_size} tokens")
         num_top = message.sampling.prompt_logprobs
         if num_top is not None and encoded_bytes(len(message.prompt_token_ids), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
             raise ValueError(f"prompt_logprobs: too many for a prompt of {len(message.prompt_token_ids)} tokens")
@@ -46,6 +49,9 @@ class RequestLimits:
 
     def tell(self, request: Request, *, looks_closer: bool) -> None:
         """Tell a request what ends it; `looks_closer`: more than its stop tokens and its length may."""
+        if request.sampling.beams is not None:  # its search ends it
+            request.limit = sys.maxsize
+            return
         request.stop_ids = frozenset(self.stop_token_ids(request.sampling))
         request.limit = 0 if looks_closer else self.room(request, 0)
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
+from outrider.verifier_service.messages.beam_search import BeamSearch, check_alone
 from outrider.verifier_service.messages.draft import (
     Draft,
     DraftSampling,
@@ -152,6 +153,7 @@ class SamplingParams(CommonSampling):
     structured: StructuredOutput | None = None
     thought: Thought | None = None  # which `structured` follows, or which is bounded; None: no thought matters
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
+    beams: BeamSearch | None = None  # None: tokens are drawn
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -164,6 +166,8 @@ class SamplingParams(CommonSampling):
         is_of_law = self.logprobs_mode is LogprobsMode.RAW or not self.acceptance.is_lossy
         expected = f"{LogprobsMode.RAW} with rejection_sample_method {self.acceptance}, which draws from another law"
         require(is_of_law, "logprobs_mode", expected)
+        if self.beams is not None:
+            check_alone(self)
 
     @property
     def mode(self) -> VerificationMode:
@@ -345,6 +349,7 @@ class RequestOutput:
     speculation: SpeculationMetrics | None = None
     weight_version: str = ""  # of the weights that drew `token_ids`; empty: unknown
     is_held: bool = False  # the request stands still after these tokens: another verifier may take it
+    beams: tuple[RequestOutput, ...] = ()  # what a beam search has found, the best first, in its only output
 
     @classmethod
     def failed(cls, request_id: str, error: str) -> RequestOutput:
@@ -407,6 +412,7 @@ class Request:
     stands_until_s: float | None = None  # it stands still for another verifier to take, so long; inf: it is being taken
     arrived: ArrivedKV | None = None  # KV from another verifier, that is not in blocks yet
     num_preemptions: int = 0
+    num_seats: int = 1  # among the running; a beam search's first beam has those of all, the others none
     first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue
     stop_ids: frozenset[int] = frozenset()  # the tokens that end it
     limit: int = 0  # fewer tokens than these, none of them a stop, end nothing; 0: each step's have to be looked at
@@ -423,6 +429,7 @@ class Request:
             arrival_s=now_s,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
+            num_seats=1 if message.sampling.beams is None else message.sampling.beams.width,
         )
 
     @property

@@ -121,6 +121,7 @@ class GrammarCompiler:
             self.compile(sampling.structured)
         if sampling.thought is not None:
             self.marks(sampling.thought)
+        self.tokenizer()
 
     def open_after(
         self, thought: Thought, structured: StructuredOutput | None, end_token_ids: Sequence[int]

@@ -70,6 +70,19 @@ class BlockTables:
         self._pool.share(request.block_table)
         return True
 
+    def go_on(self, requests: Sequence[Request], parents: Sequence[Request]) -> None:
+        """Have each request share all KV of its parent, one of them or another, in place of its own.
+
+        As in `fork`, part of a block is copied before the first write.
+        """
+        held = [request.block_table for request in requests]
+        taken = [(list(p.block_table), list(p.block_hashes), p.num_computed_tokens, p.root_hash) for p in parents]
+        for request, own in zip(requests, taken, strict=True):
+            self._pool.share(own[0])
+            request.block_table, request.block_hashes, request.num_computed_tokens, request.root_hash = own
+        for table in held:
+            self._pool.release(table)
+
     def place_arrived(self, request: Request, num_tokens: int) -> int:
         """Give blocks to KV of the first `num_tokens` that came from elsewhere; return from where on to write it.
 

@@ -15,6 +15,7 @@ from outrider.verifier_service.messages.batch import slot_of
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.block_tables import BlockTables
 from outrider.verifier_service.scheduling.draft_shares import Admission, DraftShares
+from outrider.verifier_service.scheduling.fits import check_fits
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
@@ -64,6 +65,7 @@ class Scheduler:
         self._seniority: dict[str, Seniority] = {}
         self._num_added = 0
         self._running: list[Request] = []  # most senior first
+        self._num_seats = 0  # that the running have
         self._waiting = WaitingQueue()
         self._background = WaitingQueue()  # background requests without KV
         self._num_background = 0  # with KV or without
@@ -112,19 +114,15 @@ class Scheduler:
         """Queue a request; raises `ValueError` if it cannot run even alone in the pool."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already here")
-        self._check_lengths(request)
-        # The last token needs no KV: nothing follows it.
-        num_blocks = self._pool.num_blocks_for(self.shares.max_total_tokens(request) - 1)
-        if num_blocks > self._pool.num_blocks:
-            raise ValueError(
-                f"prompt and max_tokens need {num_blocks} KV blocks of {self._pool.block_size} tokens, "
-                f"the whole pool has {self._pool.num_blocks}"
-            )
+        config, num_tokens = self._config, self.shares.max_total_tokens(request)
+        check_fits(
+            request, self._pool, num_tokens, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs
+        )
         self._requests[request.request_id] = request
         seniority_s = math.inf if request.is_background else request.arrival_s + request.priority * PRIORITY_STEP_S
         self._num_background += request.is_background
         self._seniority[request.request_id] = (seniority_s, self._num_added)
-        self._num_added += 1
+        self._num_added += request.num_seats
         self._groups.add(request)
         self._enqueue([request])
 
@@ -135,6 +133,7 @@ class Scheduler:
             return None
         if request.block_table:
             self._running.remove(request)
+            self._num_seats -= request.num_seats
             self._free(request)
         elif self._seniority_of(request) in (queue := self._queue_of(request)):
             queue.discard(self._seniority_of(request))
@@ -142,6 +141,16 @@ class Scheduler:
         self._groups.remove(request)
         del self._seniority[request_id]
         return request
+
+    def go_on(self, requests: Sequence[Request], parents: Sequence[Request]) -> None:
+        """Have beams go on from the KV of their `parents`, which run; new ones begin to run, behind the first."""
+        for place, request in enumerate(requests):
+            if request.request_id not in self._requests:
+                arrival_s, number = self._seniority_of(requests[0])
+                self._requests[request.request_id] = request
+                self._seniority[request.request_id] = (arrival_s, number + place)
+                insort(self._running, request, key=self._seniority_of)
+        self._tables.go_on(requests, parents)
 
     def schedule(self, now_s: float) -> Schedule | None:
         """Choose the next step and reserve its KV; return None if nothing can run now.
@@ -269,7 +278,8 @@ class Scheduler:
         assert {*self._running, *waiting} == {*self._requests.values()}, "the queues are not what was added"
         assert len(self._running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert self._running == sorted(self._running, key=self._seniority_of), "the running are not in order"
-        assert len(self._running) <= self._config.max_num_seqs, "too many requests are running"
+        assert self._num_seats == sum(request.num_seats for request in self._running), "a seat is miscounted"
+        assert len(self._running) <= self._num_seats <= self._config.max_num_seqs, "too many requests are running"
         for request in waiting:
             assert not request.block_table, f"{request.request_id} waits and holds KV"
             assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
@@ -279,15 +289,6 @@ class Scheduler:
             assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
         self._groups.check_integrity(self._running)
         self._pool.check_integrity([request.block_table for request in self._running])
-
-    def _check_lengths(self, request: Request) -> None:
-        if not 0 < request.num_prompt_tokens < self._config.max_model_len:
-            raise ValueError(
-                f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 "
-                f"and leave room for one more within the model's maximum of {self._config.max_model_len}"
-            )
-        if request.num_tokens >= self.shares.max_total_tokens(request):
-            raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")
 
     def _seniority_of(self, request: Request) -> Seniority:
         return self._seniority[request.request_id]
@@ -344,9 +345,9 @@ class Scheduler:
 
     def _admit_waiting(self, step: StepPlan) -> None:
         queue = self._background if self._is_idle else self._waiting
-        while step.budget and len(self._running) < self._config.max_num_seqs:
+        while step.budget and self._num_seats < self._config.max_num_seqs:
             request = queue.first()
-            if request is None:
+            if request is None or self._num_seats + request.num_seats > self._config.max_num_seqs:
                 return
             if self._park(request):
                 queue.pop()
@@ -355,6 +356,7 @@ class Scheduler:
                 return
             queue.pop()
             insort(self._running, request, key=self._seniority_of)
+            self._num_seats += request.num_seats
             self._groups.enter(request)
             if request.arrived is None:
                 self._schedule_request(request, step)
@@ -425,6 +427,7 @@ class Scheduler:
     def _preempt(self) -> Request:
         """Free the least senior running request's KV and queue it again; its prompt and output will be recomputed."""
         request = self._running.pop()
+        self._num_seats -= request.num_seats
         self._free(request)
         request.num_preemptions += 1
         self.num_preemptions += not request.is_background

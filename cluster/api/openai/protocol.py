@@ -54,11 +54,9 @@ IGNORED_FIELDS = frozenset(
 )
 # Not served: only values that change nothing are accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "use_beam_search": (False,),
     "typical_p": (1,),
     "max_new_tokens": (),  # the name that other servers have for max_tokens
     "logits_processors": ([],),
