@@ -240,14 +240,17 @@ class ScriptedVerifier(PlayedVerifier):
 
 
 class EngineVerifier(VerifierLinkServicer):
-    """A verifier with an engine over the fake target, which dies once it has published `dies_after` tokens."""
+    """A verifier with an engine over the fake target.
 
-    def __init__(self, dies_after: int | None = None, **options: Any) -> None:
+    It dies once it has published `dies_after` tokens, or in its step `dies_in_step`.
+    """
+
+    def __init__(self, dies_after: int | None = None, dies_in_step: int | None = None, **options: Any) -> None:
         self.table = RequestTable(self._send)
         super().__init__(self.table, ControlTable(lambda _: None))
         self.requests: list[GenerationRequest] = []
         self._bench = EngineBench(**options)
-        self._num_left = dies_after
+        self._num_left, self._num_steps_left = dies_after, dies_in_step
         self._is_dead = False
         self._stepping: asyncio.Task[None] | None = None
 
@@ -267,6 +270,10 @@ class EngineVerifier(VerifierLinkServicer):
     async def _run(self) -> None:
         while self._bench.engine.has_work() and not self._is_dead:
             self._publish(self._bench.step() or [])
+            if self._num_steps_left is not None:
+                self._num_steps_left -= 1
+                if self._num_steps_left == 0:
+                    self._die()
             self._bench.now_s += self._bench.engine.idle_s() or 0.0
             await asyncio.sleep(0)
 
@@ -275,8 +282,11 @@ class EngineVerifier(VerifierLinkServicer):
         if self._num_left is not None:
             self._num_left -= sum(len(output.token_ids) for output in outputs)
             if self._num_left <= 0:
-                self._is_dead = True
-                self.table.fail("killed")
+                self._die()
+
+    def _die(self) -> None:
+        self._is_dead = True
+        self.table.fail("killed")
 
 
 async def outputs_at(table: RequestTable, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:

@@ -114,10 +114,8 @@ class Scheduler:
         """Queue a request; raises `ValueError` if it cannot run even alone in the pool."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already here")
-        config, num_tokens = self._config, self.shares.max_total_tokens(request)
-        check_fits(
-            request, self._pool, num_tokens, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs
-        )
+        limits = {"max_model_len": self._config.max_model_len, "max_num_seqs": self._config.max_num_seqs}
+        check_fits(request, self._pool, self.shares.max_total_tokens(request), **limits)
         self._requests[request.request_id] = request
         seniority_s = math.inf if request.is_background else request.arrival_s + request.priority * PRIORITY_STEP_S
         self._num_background += request.is_background
@@ -144,10 +142,9 @@ class Scheduler:
 
     def go_on(self, requests: Sequence[Request], parents: Sequence[Request]) -> None:
         """Have beams go on from the KV of their `parents`, which run; new ones begin to run, behind the first."""
+        arrival_s, number = self._seniority_of(requests[0])
         for place, request in enumerate(requests):
-            if request.request_id not in self._requests:
-                arrival_s, number = self._seniority_of(requests[0])
-                self._requests[request.request_id] = request
+            if self._requests.setdefault(request.request_id, request) not in self._running:
                 self._seniority[request.request_id] = (arrival_s, number + place)
                 insort(self._running, request, key=self._seniority_of)
         self._tables.go_on(requests, parents)

@@ -185,7 +185,7 @@ async def test_a_field_that_changes_nothing_is_taken_without_a_word(service, nam
         ("max_new_tokens", 5),
         ("ebnf", "x"),
         ("prompt", "a"),
-        ("use_beam_search", True),
+        ("typical_p", 0.5),
         ("speculative_prefill", True),
     ],
 )
