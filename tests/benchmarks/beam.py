@@ -9,8 +9,10 @@ counted. Processor time counts all threads of this process, in which everything 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from typing import Any
 
 MAX_TOKENS, MAX_MODEL_LEN, NUM_THREADS = 64, 2048, 1
 Run = Callable[[list[int], int], object]  # a prompt and a width in
-Held = list[int]  # KV tokens' places in blocks in use, each time a step was scheduled
+# each time a step was scheduled: places for KV in blocks in use, and this process's processor time
+Held = list[tuple[int, float]]
 
 
 def note_steps(scheduler: Any, num_held: Callable[[], int], held: Held) -> None:
@@ -28,7 +31,7 @@ def note_steps(scheduler: Any, num_held: Callable[[], int], held: Held) -> None:
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
-        held.append(num_held())
+        held.append((num_held(), time.process_time()))
         return scheduled
 
     scheduler.schedule = noting
@@ -87,7 +90,9 @@ def main(model: str, prompts_file: str, engine: str, *widths: str) -> None:
             began_s, used_s = time.perf_counter(), time.process_time()
             run(prompt, width)
             found = {"wall_s": time.perf_counter() - began_s, "processor_s": time.process_time() - used_s}
-            figures = {"engine": engine, "width": width, "prompt": len(prompt), "most_kv_tokens": max(held), **found}
+            steps_s = [after - before for (_, before), (_, after) in itertools.pairwise(held[-MAX_TOKENS // 2 :])]
+            found |= {"step_processor_s": statistics.median(steps_s), "most_kv_tokens": max(size for size, _ in held)}
+            figures = {"engine": engine, "width": width, "prompt": len(prompt), **found}
             print(json.dumps(figures), file=answers, flush=True)
 
 
