@@ -52,6 +52,10 @@ _LAGUNA_NAMES = (
     (r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"),
     (r"\.shared_experts\.", ".shared_expert."),
 )
+_MINIMAX_NAMES = (
+    (r"\.mlp\.(gate\.(?=e_score))?", ".block_sparse_moe."),
+    (r"\.indexer\.(\w)_", r".index_\1_"),
+)
 _STEP_NAMES = (
     (r"^model\.language_model\.", "model."),
     (r"^model\.language_model(.*)\.mlp\.gate\.e_score_correction_bias$", r"model\1.moe.router_bias"),
@@ -63,7 +67,7 @@ IGNORED_TENSORS = (
     r"\.attn\.(masked_)?bias$",
     r"\.attention\.(masked_)?bias$",
     # multimodal models, of which the text part is served
-    r"^(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal_|mm_|vit_|vision_)\w*\.",
+    r"^(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal_|mm_|vit_|patch_merge_)\w*\.",
 )
 
 _PLAIN = Architecture()
@@ -77,12 +81,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _SHARDED,
     "gemma2": _SHARDED,
     "deepseek_v3": _SHARDED,
+    "deepseek_v32": _SHARDED,
+    "dots3_note_text": _PLAIN,
     "ernie4_5_moe": Architecture(tensor_parallel=True, aliases=((r"\.gate\.moe_statics\.", ".moe_statics."),)),
     "gemma3_text": _SHARDED,
     "gemma4_text": _PLAIN,
     "gemma4_unified_text": _PLAIN,
     "glm4": _PLAIN,
     "glm4_moe": _SHARDED,
+    "glm_moe_dsa": _SHARDED,
     "glm_ocr_text": Architecture(whole="glm_ocr"),
     "gpt2": _PLAIN,
     "gpt_neox": Architecture(tensor_parallel=True, aliases=((r"^lm_head\.", "embed_out."),)),
@@ -93,6 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": _SHARDED,
     "mimo_v2_flash": Architecture(aliases=((r"\.sinks$", ".attention_sink_bias"),)),
     "minimax_m2": Architecture(aliases=_MIXTRAL_NAMES),
+    "minimax_m3_vl_text": Architecture(aliases=_MINIMAX_NAMES),
     "ministral": _SHARDED,
     "ministral3": _SHARDED,
     "mistral": _SHARDED,
@@ -118,18 +126,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # reasons for the refusal of architectures that would silently give wrong logits in a packed batch
 _RECURRENT = "its linear attention keeps recurrent state outside of the KV blocks"
-_SPARSE = "its sparse attention chooses keys by an indexer, which keeps its own outside of the KV blocks"
 _REASONS = {
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "minimax"), _RECURRENT
     ),
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), "it keeps recurrent state outside of the KV blocks"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "minimax_m3_vl_text"), _SPARSE),
     "deepseek_v4": "its attention reads compressed tokens, which are outside of the KV blocks",
     "inkling_text": "its short convolutions keep state outside of the KV blocks",
     "llama4_text": "its chunked attention and temperature tuning depend on the packed batch's positions",
     **dict.fromkeys(("gptj", "codegen"), "its attention does not go through the library's attention interface"),
 }
+_SPARSE = ("deepseek_v32", "dots3_note_text", "glm_moe_dsa")
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json")
 _SAMPLING_DEFAULTS = {  # to fields of `SamplingParams`
@@ -175,7 +182,20 @@ def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfi
     _require_readable_weights(folder, whole)
     description = whole.get_text_config()
     require_supported(description, config.tensor_parallel_size)
+    limit = sparse_limit(description)
+    if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
+        raise UnsupportedModelError(
+            f"{description.model_type}: its sparse attention is served with max_model_len up to {limit}, where it reads"
+            " every key: the indexer that chooses among more keeps keys of its own outside of the KV blocks"
+        )
     return description
+
+
+def sparse_limit(description: PreTrainedConfig) -> int | None:
+    """Return up to how many tokens a model's sparse attention reads every key; None: its attention is not sparse."""
+    if description.model_type == "minimax_m3_vl_text":
+        return int(description.index_topk_blocks * description.index_block_size)
+    return description.index_topk if description.model_type in _SPARSE else None
 
 
 def read_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:

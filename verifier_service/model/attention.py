@@ -90,8 +90,10 @@ def attend_paged(
     options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    output = handler.attend(layer_idx, packed(query), packed(key), packed(value), options)
-    return output[None], None
+    absorbed = getattr(module, "absorbed", None)  # see `latent_attention`
+    rows = packed(query) if absorbed is None else absorbed.query(packed(query))
+    output = handler.attend(layer_idx, rows, packed(key), packed(value), options)
+    return (output if absorbed is None else absorbed.output(output))[None], None
 
 
 def packed(heads: torch.Tensor) -> torch.Tensor:
@@ -156,6 +158,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
+        self.widest = max((shape.head_dim for shape in shapes.values()), default=0)
         num_slots = num_blocks * block_size
         # zeros, not empty: masked slots enter a product with weight 0, and 0 * NaN is NaN
         self.keys = {

@@ -14,6 +14,7 @@ from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.config import Quantization
 from outrider.verifier_service.model.empty_model import build_empty_model
+from outrider.verifier_service.model.latent_attention import keep_latents, read_every_key
 from outrider.verifier_service.model.packed_linear import dequantized, pack_linears
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
 from outrider.verifier_service.model.weights import load_weights
@@ -81,7 +82,9 @@ def load_library_model(
 
 
 def finish(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) -> LibraryModel:
-    """Add the collectives around a rank's shards, and pack its linear layers."""
+    """Have a loaded model attend through our KV blocks, add the collectives, and pack its linear layers."""
+    keep_latents(model)
+    read_every_key(model)
     wrap_shards(model, group, vocab_size)
     pack_linears(model, keep=[module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)])
     return LibraryModel(model)

@@ -39,6 +39,7 @@ from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
+from outrider.verifier_service.model.latent_attention import WIDE_HEAD
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.random_weights import RandomWeights, read_recipe
 from outrider.verifier_service.model.settled import (
@@ -249,8 +250,11 @@ def forward_packed(
 
 
 def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
-    """Return one step's attention: our kernel over block tables if there is one, else torch's over gathered blocks."""
-    if pool.device.type != "cuda":
+    """Return one step's attention: our kernel over block tables if there is one, else torch's over gathered blocks.
+
+    Our kernel on CUDA holds the query heads of a KV head at once, which for a whole layer's latents are too many.
+    """
+    if pool.device.type != "cuda" or pool.widest > WIDE_HEAD:
         return in_place_or_gathered(batch, pool)
     from outrider.verifier_service.model.triton_attention import TritonContext  # imported here: CPUs have no Triton
 

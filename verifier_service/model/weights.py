@@ -12,6 +12,7 @@ import torch
 from outrider.verifier_service.formats.checkpoint import Shard, TensorSource, WeightError
 
 _SETTINGS = (bool, int, float, str, tuple)
+_FUSED = re.compile(r"^(?P<owner>.*)\.(?P<kind>gate_up_proj(?=\.weight$)|gate_up_proj$|down_proj$)")
 _EXPERT = re.compile(r"^(?P<experts>.*\.(experts|moe))\.(?P<kind>gate_up_proj|down_proj)$")
 
 
@@ -77,8 +78,12 @@ class WeightReader:
             raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
 
     def _candidates(self, name: str) -> list[str]:
-        renamed = (re.sub(pattern, new, name) for pattern, new in self._aliases if re.search(pattern, name))
-        return [name, *renamed]
+        """Return the name and all that one or two aliases make of it: a family's, then where the model begins."""
+        once = self._renamed(name)
+        return list(dict.fromkeys([name, *once, *chain.from_iterable(map(self._renamed, once))]))
+
+    def _renamed(self, name: str) -> list[str]:
+        return [re.sub(pattern, new, name) for pattern, new in self._aliases if re.search(pattern, name)]
 
 
 def load_weights(
@@ -222,21 +227,22 @@ def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...]
 
 
 def _stacked_sources(checkpoint: TensorSource, name: str) -> list[str]:
-    """Return the names of all experts' gate and up tensors, or their down tensor, [num_experts, ...]; [] if none."""
-    match = _EXPERT.match(name)
+    """Return the names of the parts that a checkpoint has of a fused tensor: of one layer or all experts; [] if none."""
+    match = _FUSED.match(name)
     if match is None:
         return []
     parts = ["gate_proj", "up_proj"] if match["kind"] == "gate_up_proj" else ["down_proj"]
-    names = [f"{match['experts']}.{part}.weight" for part in parts]
+    names = [f"{match['owner']}.{part}.weight" for part in parts]
     return names if all(each in checkpoint for each in names) else []
 
 
 def _read_stacked(
     checkpoint: TensorSource, sources: list[str], expected: tuple[int, ...], shard: Shard | None
 ) -> torch.Tensor:
-    shape = (expected[0], expected[1] // len(sources), expected[2])
-    inner = None if shard is None else Shard(dim=shard.dim + 1, start=shard.start, stop=shard.stop)
-    return torch.cat([_read_checked(checkpoint, source, shape, inner) for source in sources], dim=1)
+    rows = len(expected) - 2
+    shape = (*expected[:rows], expected[rows] // len(sources), *expected[rows + 1 :])
+    inner = None if shard is None else Shard(dim=rows + shard.dim, start=shard.start, stop=shard.stop)
+    return torch.cat([_read_checked(checkpoint, source, shape, inner) for source in sources], dim=rows)
 
 
 def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> list[list[str]]:

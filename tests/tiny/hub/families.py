@@ -43,6 +43,7 @@ STEP = {
     "num_sliding_attention_heads": 4,
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+INDEXED = {"index_topk": 160, "index_head_dim": 16, "index_n_heads": 2, "n_group": 1, "topk_group": 1}
 SMALL_VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -56,6 +57,8 @@ SMALL_VISION = {
     "image_size": 32,
     "patch_size": 8,
 }
+DOTS_VISION = {**SMALL_VISION, "mlp_layer_types": ["dense"], "adapter_in_dim": 32, "adapter_out_dim": 64}
+DOTS_AUDIO = {**SMALL_VISION, "adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,31 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "deepseek-v3": TinyFamily(
         model_type="deepseek_v3", text={**ROUTED, **LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+    ),
+    "deepseek-v3.2": TinyFamily(model_type="deepseek_v32", text={**ROUTED, **LATENT, **INDEXED}),
+    "glm-5": TinyFamily(model_type="glm_moe_dsa", text={**ROUTED, **LATENT, **INDEXED}),
+    "dots3-note": TinyFamily(
+        model_type="dots3_note",
+        text={**ROUTED, **LATENT, **INDEXED, **WINDOWED, "layer_types": ["indexed_attention", "sliding_attention"]},
+        whole={"vision_config": DOTS_VISION, "audio_config": DOTS_AUDIO},
+    ),
+    "minimax-m3": TinyFamily(
+        model_type="minimax_m3_vl",
+        text={
+            "model_type": "minimax_m3_vl_text",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "dense_intermediate_size": 32,
+            "shared_intermediate_size": 32,
+            "rotary_dim": 8,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 40,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        whole={"vision_config": SMALL_VISION},
     ),
     "gpt-oss": TinyFamily(model_type="gpt_oss", text={**WINDOWED, **EXPERTS, "num_local_experts": 4}),
     "laguna": TinyFamily(

@@ -37,28 +37,11 @@ def describe(model_type: str, **fields):
     return AutoConfig.for_model(model_type, **{**COMMON, **fields})
 
 
-REFUSED = [
-    "bailing_hybrid",
-    "codegen",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots3_note",
-    "gptj",
-    "glm_moe_dsa",
-    "inkling_mm_model",
-    "kimi_linear",
-    "llama4_text",
-    "mamba",
-    "minimax",
-    "minimax_m3_vl",
-    "nemotron_h",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-]
+REFUSED = "bailing_hybrid codegen deepseek_v4 gptj inkling_mm_model kimi_linear llama4_text mamba minimax nemotron_h"
+REFUSED += " qwen3_5 qwen3_5_moe qwen3_next"
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED.split())
 def test_refused_by_name(name):
     description = AutoConfig.for_model(name).get_text_config()
     with pytest.raises(UnsupportedModelError, match=rf"^{description.model_type}: its? "):
@@ -84,6 +67,15 @@ def test_rope_of_one_layer_type_is_enough_to_refuse():
     }
     with pytest.raises(UnsupportedModelError, match=r"gemma3_text: .*dynamic"):
         require_supported(describe("gemma3_text", rope_parameters=rope), 1)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "dots3-note", "glm-5", "minimax-m3"])
+def test_sparse_attention_is_served_where_it_reads_every_key(tmp_path, name):
+    family_config(name).save_pretrained(tmp_path)
+    load_model_description(tmp_path, ModelConfig(path=str(tmp_path), max_model_len=160))
+    for max_model_len in (161, None):
+        with pytest.raises(UnsupportedModelError, match=r"sparse attention .* max_model_len up to 160"):
+            load_model_description(tmp_path, ModelConfig(path=str(tmp_path), max_model_len=max_model_len))
 
 
 def test_scaled_rope_that_is_fixed_is_served():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from exactness.small_engines import Hints, Limits, generate, make_engine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -34,7 +35,9 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_family_checkpoint(folder, request.param)
-    config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    config = ModelConfig(
+        path=str(folder), device="cpu", num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=160
+    )
     return Served(model, ModelRunner(config, TensorParallelGroup.single()))
 
 
@@ -68,6 +71,13 @@ def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(s
     assert 0 < generated.num_accepted_tokens < generated.num_draft_tokens
     assert generated.num_cached_tokens > 0
     assert generated.num_preempted_waits > 0
+
+
+def test_the_kv_pool_keeps_latents_and_no_heads(served: Served) -> None:
+    description = served.model.config.get_text_config()
+    if hasattr(description, "kv_lora_rank"):
+        wanted = LayerShape(num_kv_heads=1, head_dim=16 + 8, value_dim=16)  # the latent and the rotated part
+        assert set(served.runner.model.kv_shapes.values()) == {wanted}
 
 
 def library_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
