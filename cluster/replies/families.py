@@ -58,6 +58,7 @@ class ReasoningFamily:
     opening: str
     closing: str
     is_begun: bool = False  # the answer begins within reasoning, even if the chat template did not open it
+    fields: dict[str, dict[str, Any]] | None = None  # of a response template; None: text between the marks
 
 
 def _json_calls(transform: dict[str, Any], **anchors: str | list[str]) -> dict[str, Any]:
@@ -176,9 +177,46 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         ),
     ),
 }
+# harmony, the format of gpt-oss: messages in channels, analysis for thoughts, final for the answer, commentary for
+# calls and for what is said before them (https://developers.openai.com/cookbook/articles/openai-harmony)
+_TURN = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?"
+TOOL_FAMILIES["openai"] = ToolFamily(
+    fields={
+        "tool_calls": _json_calls(
+            _NAMED_CALL,
+            open_pattern=_TURN
+            + r"(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>\w+)?"
+            + r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>",
+            close="<|call|>",
+        )
+    },
+    written=WrittenCalls(
+        trigger="",
+        begin="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        end="<|call|>",
+        between="<|start|>assistant",
+    ),
+)
+_HARMONY_FIELDS = {
+    "reasoning_content": {
+        "open_pattern": _TURN + r"<\|channel\|>analysis\s*<\|message\|>",
+        "close_pattern": r"<\|end\|>|(?=<\|start\|>|<\|channel\|>)",
+        "content_args": {"strip": False},
+        "repeats": True,
+    },
+    IGNORED: {
+        "open_pattern": _TURN + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+\s*)?<\|message\|>"
+        r"|<\|end\|>|<\|return\|>",
+        "close_pattern": r"(?=[\s\S])",
+        "repeats": True,
+    },
+}
 REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "deepseek_r1": ReasoningFamily(opening="<think>", closing="</think>", is_begun=True),
     "qwen3": ReasoningFamily(opening="<think>", closing="</think>"),
     "mistral": ReasoningFamily(opening="[THINK]", closing="[/THINK]"),
+    "openai_gptoss": ReasoningFamily(
+        opening="<|channel|>analysis<|message|>", closing="<|channel|>final<|message|>", fields=_HARMONY_FIELDS
+    ),
     "granite": ReasoningFamily(opening="Here is my thought process:", closing="Here is my response:"),
 }

@@ -144,6 +144,8 @@ class ReplySyntax:
             if thinking is Thinking.OPEN:
                 prefix, make = opening, functools.partial(make, again=opening)
             fields[REASONING[0]] = {"open_pattern": opened, "close": closing, "content_args": {"strip": False}}
+        if self.reasoning_parser is not None and (own := REASONING_FAMILIES[self.reasoning_parser].fields) is not None:
+            fields, start = dict(own), r"(?:\A|(?<=<\|end\|>)|(?<=assistant))"
         family = self._read_family(use)
         tools = use.callable_tools or use.tools
         if family is not None and is_constrained and family.written.is_json:

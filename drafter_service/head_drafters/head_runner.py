@@ -147,7 +147,7 @@ class HeadModel:
     def __init__(self, head: DraftHead, hidden: torch.Tensor) -> None:
         self._head, self._hidden = head, hidden
         self.dtype, self.hidden_size = hidden.dtype, head.hidden_size
-        self.not_captured = None
+        self.not_captured = head.not_captured
 
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler, *, taps: Sequence[int] = ()
@@ -171,9 +171,15 @@ class HeadModel:
 
 
 def _paged(attend: AttentionHandler) -> Attend:
-    def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend_packed(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008
+        /,
+    ) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session
         key, value = packed(key.nan_to_num()), packed(value.nan_to_num())
-        return attend.attend(LAYER_INDEX, packed(query), key, value, AttentionOptions())[None]
+        return attend.attend(LAYER_INDEX, packed(query), key, value, options)[None]
 
     return attend_packed

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from outrider.verifier_service.formats.checkpoint import INDEX_NAME, StateDictSource, TensorSource, WeightError
 from outrider.verifier_service.formats.quantized import open_checkpoint
+from outrider.verifier_service.model.weights import WeightReader
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -47,8 +48,22 @@ class HeadFiles:
         self._require_tensor(name)
         return self.source.shape(name)
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Read a tensor as `dtype`; a float tensor is no integer one, nor the reverse."""
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        aliases: Sequence[tuple[str, str]] | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor as `dtype`; a float tensor is no integer one, nor the reverse.
+
+        `aliases`: those of a model's family, as in `WeightReader`, of which the layer is: its experts may be apart.
+        """
+        if aliases is not None and name not in self.source:
+            reader = WeightReader(self.source, aliases)
+            tensor = reader.read_part([name], tuple(shape), None)
+            self._taken |= reader.used
+            return tensor.to(dtype)
         self._require_tensor(name)
         found = self.source.shape(name)
         if found != tuple(shape):

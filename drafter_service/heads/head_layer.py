@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from outrider.drafter_service.heads.head_files import HeadFiles, opened
 from outrider.verifier_service.formats.checkpoint import TensorSource, WeightError
 from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.model.architectures import batch_dependent_rope
-from outrider.verifier_service.model.attention import LayerShape
+from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
@@ -52,9 +52,18 @@ ROTARY = re.compile(r"rotary_emb\.inv_freq$")  # computed, whatever a checkpoint
 # what the `speculators` library stores besides
 EXTRAS = re.compile(rf"^t2d$|^verifier_(norm|lm_head)\.|{ROTARY.pattern}")
 
-# query [batch, num_heads, length, head_dim], key and value with their own number of heads
-# -> [batch, length, num_heads, head_dim], scaled by head_dim ** -0.5
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Attend(Protocol):
+    """A head's attention, causal; without options plain softmax attention, scaled by head_dim ** -0.5."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [batch, num_heads, length, head_dim]
+        key: torch.Tensor,  # [batch, num_kv_heads, length, head_dim]
+        value: torch.Tensor,  # [batch, num_kv_heads, length, value_dim]
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008  # it is frozen
+        /,
+    ) -> torch.Tensor: ...  # [batch, length, num_heads, value_dim]
 
 
 class HeadError(ValueError):
@@ -66,6 +75,7 @@ class TensorNames(NamedTuple):
 
     stored: Callable[[str], str] = lambda name: name  # of our names
     skipped: re.Pattern[str] = ROTARY  # of the checkpoint's, those that are left out
+    aliases: Sequence[tuple[str, str]] | None = None  # as in `WeightReader`, of a layer of the library's
 
 
 class HeadOutput(NamedTuple):
@@ -75,8 +85,16 @@ class HeadOutput(NamedTuple):
     feedback: torch.Tensor  # [batch, length, hidden_size] state of the next pair, in place of the target's
 
 
-def attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attend_causally(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008
+    /,
+) -> torch.Tensor:
     """Causal attention over whole sequences."""
+    if options != AttentionOptions():
+        raise HeadError("a head with the library's layer attends in a pool of keys and values")
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
@@ -186,6 +204,7 @@ class DraftHead(nn.Module):
     words: ClassVar[str] = "a head"
     is_in_target: ClassVar[bool] = False  # its checkpoint may be the target's, which has all embeddings
     fuses_attention: ClassVar[bool] = True  # for serving
+    not_captured: str | None = None  # why no graph can be made of its steps; None: it can
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
@@ -193,7 +212,6 @@ class DraftHead(nn.Module):
 
     def __init__(self, description: PreTrainedConfig, *, taps: Sequence[int], state_size: int) -> None:
         super().__init__()
-        require_family(description)
         self.description = description
         self.taps = tuple(taps)  # as in `DraftNeeds`
         self.state_size = state_size  # values of one token's states, over all taps
@@ -201,8 +219,13 @@ class DraftHead(nn.Module):
         self.max_positions = own_limit(description)
         self.borrowed: frozenset[str] = frozenset()  # the target's tensors: not saved with the head
         self.register_buffer("target_ids", None, persistent=False)
+        self.rotary = self.make_rotary()
+
+    def make_rotary(self) -> nn.Module:
+        """Return the rotary embedding of its layer, as all families describe it."""
+        require_family(self.description)
         with torch.device("cpu"):  # computed, not loaded: never on the meta device
-            self.rotary = LlamaRotaryEmbedding(cast(LlamaConfig, description))  # as all families describe it
+            return LlamaRotaryEmbedding(cast(LlamaConfig, self.description))
 
     @property
     def hidden_size(self) -> int:
@@ -251,7 +274,11 @@ class DraftHead(nn.Module):
             head, names = cls.begin(files, num_target_layers)
             lender = files.source if target is None and cls.is_in_target else target
             _fill(head, files, lender, names, device, resolve_dtype(dtype, head.description, device))
+        head.finish()
         return head.eval()
+
+    def finish(self) -> None:
+        """Prepare a head whose tensors are there for serving."""
 
     def borrow_embedding(self, weight: torch.Tensor) -> None:
         """Use the target's embedding [vocab_size, hidden_size]: frozen, and not saved with the head."""
@@ -357,7 +384,7 @@ def _fill(
     for name, empty in head.state_dict().items():
         stored = names.stored(name)
         if stored in files or name not in SHARED:
-            value = files.take(stored, empty.shape, dtype)
+            value = files.take(stored, empty.shape, dtype, names.aliases)
         else:
             value = _borrowed(name, tuple(empty.shape), files, target).to(dtype)
             borrowed.add(name)

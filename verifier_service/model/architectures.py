@@ -241,9 +241,9 @@ def checkpoint_names(description: PreTrainedConfig) -> tuple[tuple[tuple[str, st
     MTP layers are ignored: only a drafter reads them.
     """
     first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
-    layers = (rf"^model\.layers\.{first + index}\." for index in range(count))
+    layers = (rf"(^|\.)layers\.{first + index}\." for index in range(count))
     aliases = ARCHITECTURES.get(description.model_type, _UNLISTED).aliases
-    return (*aliases, *CHECKPOINT_ALIASES), (*IGNORED_TENSORS, r"^(model\.)?mtp\.", *layers)
+    return (*aliases, *CHECKPOINT_ALIASES), (*IGNORED_TENSORS, r"^(model\.)?mtp(_\w+)?\.", *layers)
 
 
 def expert_shape(description: PreTrainedConfig) -> ExpertShape | None:

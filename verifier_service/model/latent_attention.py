@@ -1,9 +1,9 @@
 """Multi-head latent attention in the library's layers: the KV pool keeps one latent a token, not every head's keys.
 
-DeepSeek-V2 (arXiv:2405.04434, section 2.1): keys and values of all heads are products of one latent. Each product is taken
-on the other side instead: of the query, before it meets the latent, and of what was read. All query heads then share one
-KV head, whose key is the latent and the rotated part, and whose value is the latent: 1,088 numbers a token and layer of
-Kimi-K2, not 20,480.
+DeepSeek-V2 (arXiv:2405.04434, section 2.1): keys and values of all heads are products of one latent. Each product is
+taken on the other side instead: of the query, before it meets the latent, and of what was read. All query heads then
+share one KV head, whose key is the latent and the rotated part, and whose value is the latent: 1,088 numbers a token
+and layer of Kimi-K2, not 20,480.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from outrider.verifier_service.messages.batch import ScheduledBatch
 
 WIDE_HEAD = 256  # keys with more numbers than our kernel on CUDA holds
 

@@ -38,8 +38,8 @@ from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
 from outrider.verifier_service.model.latent_attention import WIDE_HEAD
+from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.random_weights import RandomWeights, read_recipe
 from outrider.verifier_service.model.settled import (

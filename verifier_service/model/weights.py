@@ -32,7 +32,7 @@ class WeightReader:
 
     def __init__(self, source: TensorSource, aliases: Sequence[tuple[str, str]] = ()) -> None:
         self._source, self._aliases = source, aliases
-        self._used: set[str] = set()
+        self.used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return any(candidate in self._source for candidate in self._candidates(name))
@@ -45,7 +45,7 @@ class WeightReader:
         if self._source.shape(found) != shape:
             has = self._source.shape(found)
             raise WeightError(f"checkpoint tensor {found!r} has shape {has}, the model expects {shape}")
-        self._used.add(found)
+        self.used.add(found)
         return self._source.read(found, shard)
 
     def read_part(self, names: Sequence[str], shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
@@ -57,23 +57,23 @@ class WeightReader:
         for name in names:
             for source in self._candidates(name):
                 if source in self._source:
-                    self._used.add(source)
+                    self.used.add(source)
                     return _read_whole(self._source, source, shape, shard)
                 if stacks := _stacked_sources(self._source, source):
-                    self._used |= set(stacks)
+                    self.used |= set(stacks)
                     return _read_stacked(self._source, stacks, shape, shard)
                 if parts := _expert_sources(self._source, source, shape[0] if shape else 0):
-                    self._used |= set(chain.from_iterable(parts))
+                    self.used |= set(chain.from_iterable(parts))
                     return _read_experts(self._source, parts, shape, shard)
         raise MissingTensorsError(names[:1])
 
     def skip(self, name: str) -> None:
         """Count a tensor as used without reading it: a tied one."""
-        self._used |= set(self._candidates(name))
+        self.used |= set(self._candidates(name))
 
     def require_all_used(self, ignored: Sequence[str] = ()) -> None:
         """Raise `WeightError` for a tensor that was never read and matches none of the patterns."""
-        left = [name for name in self._source.names if name not in self._used and not is_matched(name, ignored)]
+        left = [name for name in self._source.names if name not in self.used and not is_matched(name, ignored)]
         if left:
             raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
 
@@ -227,7 +227,7 @@ def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...]
 
 
 def _stacked_sources(checkpoint: TensorSource, name: str) -> list[str]:
-    """Return the names of the parts that a checkpoint has of a fused tensor: of one layer or all experts; [] if none."""
+    """Return the names of the parts that a checkpoint has of a fused tensor; [] if it has none."""
     match = _FUSED.match(name)
     if match is None:
         return []

@@ -146,7 +146,7 @@ class _ShapeReader(WeightReader):
             return super().read_part(names, shape, shard)
         except MissingTensorsError as error:
             self.missing |= {*error.names}
-            self._used |= {*error.present}
+            self.used |= {*error.present}
             return _without_data(shape, None)
 
 

@@ -16,7 +16,7 @@ from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny.hub.families import FAMILIES, make_family_checkpoint
+from tiny.hub.families import FAMILIES, LATENT, make_family_checkpoint
 from tiny.models import full_logits, random_sequences, relative_difference, scattered_batches
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True, slots=True)
 class Served:
+    name: str
     model: PreTrainedModel
     runner: ModelRunner
 
@@ -38,7 +39,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = ModelConfig(
         path=str(folder), device="cpu", num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=160
     )
-    return Served(model, ModelRunner(config, TensorParallelGroup.single()))
+    return Served(request.param, model, ModelRunner(config, TensorParallelGroup.single()))
 
 
 def test_its_logits_are_the_librarys(served: Served) -> None:
@@ -74,8 +75,7 @@ def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(s
 
 
 def test_the_kv_pool_keeps_latents_and_no_heads(served: Served) -> None:
-    description = served.model.config.get_text_config()
-    if hasattr(description, "kv_lora_rank"):
+    if LATENT.items() <= FAMILIES[served.name].text.items():
         wanted = LayerShape(num_kv_heads=1, head_dim=16 + 8, value_dim=16)  # the latent and the rotated part
         assert set(served.runner.model.kv_shapes.values()) == {wanted}
 

@@ -50,7 +50,7 @@ SHARDED_FAMILIES = sorted(name for name, family in FAMILIES.items() if family.te
 
 
 def config_of(folder: str) -> ModelConfig:
-    sizes = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "tensor_parallel_size": 2}
+    sizes = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "tensor_parallel_size": 2, "max_model_len": 160}
     return ModelConfig(path=folder, device="cpu", num_threads=1, **sizes)
 
 
