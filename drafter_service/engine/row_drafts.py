@@ -2,11 +2,12 @@
 
 Every node of a depth has the same law. So a chain drawn from the rows has exactly these as its law, a drawn tree draws
 each node's children anew from the row of its depth, and the best tree is part of the product of the rows' best tokens.
+Where a row's law is known only with the token before it (`Edges`), drafts grow level by level, as a model's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
+    BestFirstGrowth,
     ChainGrowth,
     DraftRules,
     DrawnGrowth,
@@ -28,6 +30,9 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.verifier_service.messages.draft import ROOT, SparseRow
 
+# of rows [num_rows, width] and the tokens before them: float32 logits [num_rows, vocab_size], and the chance that what
+# is drawn from each is accepted [num_rows], None: the law says it
+Edges = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor | None]]
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens
 
 
@@ -56,12 +61,21 @@ class ProductGrowth:
         return ()
 
 
-def start_rows(ask: Ask, num_guesses: int, *, trees: TreeConfig = DEFAULT_TREES, branching: int = BRANCHING) -> Growth:
+def start_rows(
+    ask: Ask,
+    num_guesses: int,
+    *,
+    trees: TreeConfig = DEFAULT_TREES,
+    branching: int = BRANCHING,
+    has_edges: bool = False,
+) -> Growth:
     """Start a draft of the forced tokens and of `num_guesses` rows after them; `branching` is that of best trees."""
     forced_ids = ask.forced_ids[: ask.length]
     depth = len(forced_ids) + num_guesses
     if not ask.max_nodes:
         return chain_growth(ask, depth)
+    if has_edges and (not draws_rows(ask) or trees.method != "sampled"):
+        return BestFirstGrowth(forced_ids, depth=depth, max_nodes=ask.max_nodes, branching=trees.branching)
     if not draws_rows(ask) or trees.method != "sampled":
         return ProductGrowth(forced_ids, num_guesses=num_guesses, max_nodes=ask.max_nodes, branching=branching)
     shape = {"depth": depth, "max_nodes": ask.max_nodes, "branching": trees.branching}
@@ -76,21 +90,57 @@ class _Place(NamedTuple):
     level: int  # of the row, after the forced tokens
 
 
-def grow_rows(drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rules: DraftRules) -> None:
-    """Grow drafts to their end: rows are float32 logits [num_guesses, model_vocab_size] of each."""
+def _choose(places: Sequence[_Place], rules: DraftRules) -> list[Children]:
+    found = launch_children(
+        torch.stack([place.row for place in places]),
+        [place.draft.ask.sampling for place in places],
+        [place.draft.first_position + len(place.draft.ask.forced_ids) + place.level for place in places],
+        rules.rng,
+        vocab_size=rules.vocab_size,
+        num_children=max(place.draft.growth.num_children for place in places),
+        top_n=rules.top_n,
+        sampled=places[0].draft.growth.is_drawn,
+    )
+    return read_children(found)
+
+
+def _grow_along(places: Sequence[tuple[_Place, int]], rules: DraftRules, edges: Edges) -> list[Children]:
+    """Return the children of nodes, each given with its token."""
+    laws, chances = edges(torch.stack([place.row for place, _ in places]), [token_id for _, token_id in places])
+    found = _choose([place._replace(row=law) for (place, _), law in zip(places, laws, strict=True)], rules)
+    if chances is None:
+        return found
+    return [
+        children._replace(probs=(chance,)) if place.draft.growth.is_chain else children
+        for (place, _), children, chance in zip(places, found, chances.tolist(), strict=True)
+    ]
+
+
+def _places_of(draft: Growing, own: torch.Tensor) -> list[tuple[_Place, int]]:
+    """Return the nodes whose children are wanted, each with its token."""
+    tree, num_forced = draft.growth.tree, len(draft.ask.forced_ids)
+    levels = [(tree.depths[node] + 1 if node != ROOT else 0) - num_forced for node in draft.growth.frontier]
+    before = [tree.token_ids[node] if node != ROOT else draft.ask.token_ids[-1] for node in draft.growth.frontier]
+    places = [_Place(draft, own[level], level) for level in levels]
+    return list(zip(places, before, strict=True))
+
+
+def grow_rows(
+    drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rules: DraftRules, edges: Edges | None = None
+) -> None:
+    """Grow drafts to their end: rows are float32 logits [num_guesses, model_vocab_size] of each, or what edges read."""
+    if edges is not None:
+        for is_drawn in (True, False):
+            kept = [pair for pair in zip(drafts, rows, strict=True) if pair[0].growth.is_drawn is is_drawn]
+            while kept := [(draft, own) for draft, own in kept if draft.growth.frontier]:
+                wanted = [_places_of(draft, own) for draft, own in kept]
+                following = iter(_grow_along([place for places in wanted for place in places], rules, edges))
+                for (draft, _), places in zip(kept, wanted, strict=True):
+                    draft.growth.grow([next(following) for _ in places])
+        return
 
     def choose(places: Sequence[_Place]) -> list[Children]:
-        found = launch_children(
-            torch.stack([place.row for place in places]),
-            [place.draft.ask.sampling for place in places],
-            [place.draft.first_position + len(place.draft.ask.forced_ids) + place.level for place in places],
-            rules.rng,
-            vocab_size=rules.vocab_size,
-            num_children=max(place.draft.growth.num_children for place in places),
-            top_n=rules.top_n,
-            sampled=places[0].draft.growth.is_drawn,
-        )
-        return read_children(found)
+        return _choose(places, rules)
 
     for kind in (ChainGrowth, ProductGrowth):  # one node for each row: all rows at once
         places = [

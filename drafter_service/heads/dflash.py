@@ -10,14 +10,16 @@ tokens   x0 ... x[n-2]          x[n-1]  mask  mask  mask
 keys     of the target's states of the block itself, seen by all of it
 gives    nothing                (x[n])  x[n]  x[n+1] ...      at x[n-1] only with `sample_from_anchor`
 
+DSpark and DFlash2 are DFlash with parts that let a guess know the token before it (`block_edges`).
+
 Two public formats with the same tensors are read: the authors' (`dflash_config`, where layer l means the output of
 layer l) and the `speculators` library's (`aux_hidden_state_layer_ids`, where l means the input of layer l).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +27,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
+from outrider.drafter_service.heads.block_edges import (
+    CandidateSelector,
+    ConfidenceHead,
+    ConvolvedLayer,
+    EdgesConfig,
+    MarkovHead,
+)
 from outrider.drafter_service.heads.head_files import HeadFiles
 from outrider.drafter_service.heads.head_layer import (
     EXTRAS,
@@ -57,6 +66,7 @@ class DFlashConfig:
     mask_token_id: int
     block_size: int  # tokens of a block, including the last committed one
     sample_from_anchor: bool = False  # the first guess is the last committed token's row
+    edges: EdgesConfig = field(default_factory=EdgesConfig)
 
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0 or len(set(self.taps)) != len(self.taps):
@@ -90,10 +100,38 @@ class DFlashHead(DraftHead):
         self.embed_tokens = nn.Embedding(self.vocab_size, size)
         self.fc = nn.Linear(self.state_size, size, bias=False)
         self.hidden_norm = make_norm(config.layer)
-        self.layers = nn.ModuleList(HeadLayer(config.layer) for _ in range(config.layer.num_hidden_layers))
+        self.layers = nn.ModuleList(_make_layer(config) for _ in range(config.layer.num_hidden_layers))
         self.norm = make_norm(config.layer)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.target_ids = target_ids
+        edges = config.edges
+        if edges.markov_rank:
+            self.markov_head = MarkovHead(self.vocab_size, config.draft_vocab_size, edges.markov_rank)
+        if edges.has_confidence:
+            self.confidence_head = ConfidenceHead(size + edges.markov_rank * edges.confidence_reads_token)
+        if edges.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                self.vocab_size, size, edges.selector_rank, edges.selector_top_k
+            )
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether a guess depends on the token before it."""
+        return bool(self.config.edges.markov_rank or self.config.edges.selector_rank)
+
+    def after(self, hidden: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of rows after these tokens, and the chance that what is drawn from them is accepted.
+
+        hidden [num_rows, hidden_size] from `forward`, previous int64 [num_rows]; [num_rows, draft_vocab_size] and
+        [num_rows], None: it has no opinion.
+        """
+        edges, logits = self.config.edges, self.logits(hidden)
+        for part in (getattr(self, name, None) for name in ("markov_head", "candidate_selector")):
+            logits = logits if part is None else part(hidden, logits, previous)
+        if not edges.has_confidence:
+            return logits, None
+        features = [hidden, self.markov_head.markov_w1(previous)] if edges.confidence_reads_token else [hidden]
+        return logits, self.confidence_head(torch.cat(features, dim=-1))
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(states))
@@ -130,6 +168,10 @@ class DFlashHead(DraftHead):
         return head, TensorNames(skipped=EXTRAS)
 
 
+def _make_layer(config: DFlashConfig) -> HeadLayer:
+    return ConvolvedLayer(config.layer, config.edges) if config.edges.conv_kernel_size else HeadLayer(config.layer)
+
+
 def _keys_and_values(
     layer: nn.Module, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +195,8 @@ def parse_config(config: Mapping[str, Any], num_target_layers: int | None = None
 
 def _parse_speculators(config: Mapping[str, Any], num_target_layers: int | None) -> DFlashConfig:
     kind = config.get("speculators_model_type")
-    if kind != "dflash":
-        raise HeadError(f"speculators_model_type: {kind!r}, expected 'dflash'")
+    if kind not in _EDGES:
+        raise HeadError(f"speculators_model_type: {kind!r}, expected one of {', '.join(_EDGES)}")
     plain = {"dtype": config.get("dtype") or config.get("torch_dtype"), **config["transformer_layer_config"]}
     layer = _describe(plain)
     taps = _require(config, "aux_hidden_state_layer_ids")
@@ -165,8 +207,37 @@ def _parse_speculators(config: Mapping[str, Any], num_target_layers: int | None)
         target_hidden_size=config.get("target_hidden_size") or layer.hidden_size,
         mask_token_id=_require(config, "mask_token_id"),
         block_size=_require(config, "block_size"),
-        sample_from_anchor=bool(config.get("sample_from_anchor")),
+        sample_from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+        edges=_EDGES[kind](config),
     )
+
+
+def _dspark_edges(config: Mapping[str, Any]) -> EdgesConfig:
+    if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
+        raise HeadError(f"markov_head_type: {kind!r} is not served")
+    rank = config.get("markov_rank", 256)
+    return EdgesConfig(
+        markov_rank=rank,
+        has_confidence=bool(config.get("enable_confidence_head", True)),
+        confidence_reads_token=bool(config.get("confidence_head_with_markov", True)) and rank > 0,
+    )
+
+
+def _dflash2_edges(config: Mapping[str, Any]) -> EdgesConfig:
+    return EdgesConfig(
+        selector_rank=config.get("selector_rank", 256),
+        selector_top_k=config.get("selector_top_k", 16),
+        conv_kernel_size=config.get("conv_kernel_size", 2),
+        conv_group_size=config.get("conv_group_size", 16),
+    )
+
+
+# the parts of each kind of the `speculators` library's, by its name
+_EDGES: dict[object, Callable[[Mapping[str, Any]], EdgesConfig]] = {
+    "dflash": lambda config: EdgesConfig(),
+    "dspark": _dspark_edges,
+    "dflash2": _dflash2_edges,
+}
 
 
 def _parse_original(config: Mapping[str, Any], num_target_layers: int | None) -> DFlashConfig:

@@ -37,6 +37,7 @@ class DFlashModel:
         self._device, self._dtype = weight.device, weight.dtype
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.vocab_size, self.needs = head.vocab_size, DraftNeeds(taps=head.taps)
+        self.edges = self._after if head.has_edges else None
         self.pool = KVPool(
             dict.fromkeys(range(len(head.layers)), head.layer_shape),
             num_blocks=num_blocks,
@@ -89,8 +90,13 @@ class DFlashModel:
         )  # [num_blocks, block_size, hidden_size]
         wanted = [(index, row) for index, (_, canvas) in enumerate(blocks) for row in canvas.rows]
         rows = output[torch.tensor(wanted, device=self._device).unbind(1)]  # [num_rows, hidden_size]
-        logits = self._head.in_target_ids(self._head.logits(rows).float())
-        return list(logits.split([len(canvas.rows) for _, canvas in blocks]))
+        found = rows if self.edges else self._head.in_target_ids(self._head.logits(rows).float())
+        return list(found.split([len(canvas.rows) for _, canvas in blocks]))
+
+    @torch.inference_mode()
+    def _after(self, rows: torch.Tensor, previous: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, confidences = self._head.after(rows, torch.tensor(previous, device=self._device))
+        return self._head.in_target_ids(logits.float()), confidences
 
     def _write_context(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:

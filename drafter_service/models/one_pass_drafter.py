@@ -20,7 +20,7 @@ from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow, PagedModel
 from outrider.drafter_service.engine.paged_state import PagedState, Step
-from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
+from outrider.drafter_service.engine.row_drafts import Edges, grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.counts import GraphCounts
@@ -57,6 +57,10 @@ class OnePassModel(PagedModel, Protocol):
     def pages_canvas(self) -> bool:
         """Whether a canvas takes slots of the KV pool while it is computed."""
 
+    @property
+    def edges(self) -> Edges | None:
+        """What a row's law is once the token before it is known; None: rows are laws."""
+
     def context(self, ask: Ask) -> range:
         """Return the committed tokens that a context can be made of, all before the last; a gap may precede them."""
 
@@ -64,7 +68,10 @@ class OnePassModel(PagedModel, Protocol):
         """Lay out an ask's canvas."""
 
     def execute(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        """Run one forward: for each chunk with a canvas the float32 logits [num_rows, vocab_size] of its rows."""
+        """Run one forward: for each chunk with a canvas the float32 logits [num_rows, vocab_size] of its rows.
+
+        With `edges`: what those read of the rows, [num_rows, width].
+        """
 
 
 @dataclass(slots=True)
@@ -148,7 +155,9 @@ class CanvasForward:
         known = itertools.takewhile(lambda token_id: token_id < self._rules.vocab_size, ask.forced_ids[: ask.length])
         state.ask = ask = replace(ask, token_ids=list(ask.token_ids), forced_ids=tuple(known))
         state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
-        state.growth = start_rows(ask, len(state.canvas.rows), trees=self._rules.trees)
+        state.growth = start_rows(
+            ask, len(state.canvas.rows), trees=self._rules.trees, has_edges=self._model.edges is not None
+        )
         num_tokens = len(state.canvas.token_ids)
         state.num_together = min(num_tokens, max_num_tokens)
         state.num_canvas_slots = num_tokens if self._model.pages_canvas else 0
@@ -164,4 +173,4 @@ class CanvasForward:
             state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
         ready = [state for state, chunk in zip(step.states, chunks, strict=True) if chunk.canvas is not None]
         drafts = [Growing(state.asked, state.draft, len(state.asked.token_ids)) for state in ready]
-        grow_rows(drafts, rows, self._rules)
+        grow_rows(drafts, rows, self._rules, self._model.edges)

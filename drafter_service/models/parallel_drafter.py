@@ -40,6 +40,7 @@ class MaskedModel:
 
     needs = DraftNeeds()
     pages_canvas = True
+    edges = None
 
     def __init__(self, runner: Runner, mask_token_id: int) -> None:
         assert 0 <= mask_token_id < runner.vocab_size, mask_token_id

@@ -42,7 +42,13 @@ class Method(enum.StrEnum):
 
 
 # other names of methods, which vLLM and papers use
-METHOD_ALIASES = {"mtp_eagle": Method.MTP, "pard": Method.PARALLEL_DRAFT, "draft": Method.DRAFT_MODEL}
+METHOD_ALIASES = {
+    "dspark": Method.DFLASH,
+    "dflash2": Method.DFLASH,
+    "mtp_eagle": Method.MTP,
+    "pard": Method.PARALLEL_DRAFT,
+    "draft": Method.DRAFT_MODEL,
+}
 
 
 class Kind(enum.Enum):

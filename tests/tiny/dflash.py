@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ def slow_block(
     head: DFlashHead, tokens: Sequence[int], states: torch.Tensor, forced_ids: Sequence[int] = ()
 ) -> torch.Tensor:
     """Return the logits of a whole block after `tokens`, [block_size, vocab_size]; NaN states are left out."""
+    return head.in_target_ids(head.lm_head(slow_hidden(head, tokens, states, forced_ids)))
+
+
+@torch.no_grad()
+def slow_hidden(
+    head: DFlashHead, tokens: Sequence[int], states: torch.Tensor, forced_ids: Sequence[int] = ()
+) -> torch.Tensor:
+    """Return what a block's logits are made of, [block_size, hidden_size]."""
     size = head.config.block_size
     masks = [head.config.mask_token_id] * size
     hidden = head.embed_tokens(torch.tensor([tokens[-1], *forced_ids, *masks][:size]))
@@ -45,9 +54,33 @@ def slow_block(
     places = [*there, *range(len(tokens) - 1, len(tokens) - 1 + size)]
     for layer in head.layers:
         normed = layer.input_layernorm(hidden)
-        hidden = hidden + _attend(layer.self_attn, torch.cat([features, normed]), places, size)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return head.in_target_ids(head.lm_head(head.norm(hidden)))
+        before, after = slow_convolutions(getattr(layer, "attention_conv", None), normed)
+        hidden = hidden + after(_attend(layer.self_attn, torch.cat([features, before(normed)]), places, size))
+        normed = layer.post_attention_layernorm(hidden)
+        before, after = slow_convolutions(getattr(layer, "mlp_conv", None), normed)
+        hidden = hidden + after(layer.mlp(before(normed)))
+    return head.norm(hidden)
+
+
+def slow_convolutions(part: nn.Module | None, rows: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Return DFlash2's convolutions before and after a layer's part, token by token and tap by tap."""
+    if part is None:
+        return [lambda given: given] * 2
+    num_taps, width = part.base_kernel.shape[1:]
+    chosen = part.kernel_projection(rows).view(len(rows), 2, num_taps, -1)
+    group = width // chosen.shape[-1]
+
+    def convolve(which: int, given: torch.Tensor) -> torch.Tensor:
+        made = []
+        for token in range(len(given)):
+            total = torch.zeros(width)
+            for tap in range(min(num_taps, token + 1)):
+                kernel = part.base_kernel[which, tap] + chosen[token, which, tap].repeat_interleave(group)
+                total = total + kernel * given[token - tap]
+            made.append(total)
+        return torch.stack(made)
+
+    return [partial(convolve, which) for which in range(2)]
 
 
 def _attend(attention: nn.Module, rows: torch.Tensor, places: Sequence[int], size: int) -> torch.Tensor:
