@@ -135,8 +135,16 @@ class Eagle3Head(DraftHead):
         with META:
             head = cls(config)
         head.target_ids = _read_target_ids(files, config)
-        own_layer = ORIGINAL_LAYER if f"{ORIGINAL_LAYER}self_attn.q_proj.weight" in files else SPECULATORS_LAYER
-        return head, TensorNames(lambda name: name.replace(ORIGINAL_LAYER, own_layer), EXTRAS)
+        places = [prefix + layer for prefix in ("", "model.") for layer in (ORIGINAL_LAYER, SPECULATORS_LAYER)]
+        place = next((place for place in places if f"{place}self_attn.q_proj.weight" in files), SPECULATORS_LAYER)
+        prefix = "model." if place.startswith("model.") else ""
+
+        def stored(name: str) -> str:
+            if name.startswith(ORIGINAL_LAYER):
+                return place + name.removeprefix(ORIGINAL_LAYER)
+            return name if name.startswith("lm_head.") else prefix + name
+
+        return head, TensorNames(stored, EXTRAS)
 
     def save(self, folder: Path, *, layout: Literal["original", "speculators"] = "original") -> None:
         """Write the checkpoint in the authors' or the `speculators` format, without the target's tensors."""
