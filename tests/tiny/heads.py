@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -31,6 +31,10 @@ SHAPE = {
 
 def llama_layer(**changes: object) -> PreTrainedConfig:
     return LlamaConfig(**{**SHAPE, **changes})
+
+
+def qwen2_layer(**changes: object) -> PreTrainedConfig:
+    return Qwen2Config(**{**SHAPE, **changes})
 
 
 def qwen3_layer(**changes: object) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ from outrider.drafter_service.heads.head_layer import HeadError
 from outrider.drafter_service.heads.mtp import DEEPSEEK, QWEN, SPECULATORS, Layout, MtpHead
 from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from tiny.heads import HIDDEN_SIZE, llama_layer, mtp_head, qwen3_layer
+from tiny.heads import HIDDEN_SIZE, llama_layer, mtp_head, qwen2_layer, qwen3_layer
 
 TOKENS = torch.tensor([[5, 9, 2, 44, 31, 8]])
 STATES = torch.randn(1, 6, HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
@@ -151,3 +151,12 @@ def test_embedding_and_state_have_their_own_halves_of_the_projection() -> None:
         head.eh_proj.weight[:, HIDDEN_SIZE:] = 0.0
         again, _ = head(TOKENS, STATES.flip(1), torch.arange(6)[None])
     torch.testing.assert_close(head.logits(again), outputs(head))
+
+
+def test_mimos_projection_reads_the_state_first(tmp_path: Path) -> None:
+    head = mtp_head(layer=qwen2_layer(num_hidden_layers=TARGET_LAYERS))
+    tensors = layer_tensors(head, "model.mtp_layers.0.", SPECULATORS) | target_tensors(head)
+    projection = tensors["model.mtp_layers.0.input_proj.weight"]
+    tensors["model.mtp_layers.0.input_proj.weight"] = projection.roll(HIDDEN_SIZE, dims=1)
+    again = MtpHead.from_folder(write(tmp_path, target_config(qwen2_layer), tensors))
+    assert torch.equal(outputs(again), outputs(head))
