@@ -125,19 +125,22 @@ def _places_of(draft: Growing, own: torch.Tensor) -> list[tuple[_Place, int]]:
     return list(zip(places, before, strict=True))
 
 
+def _grow_with_edges(drafts: Sequence[tuple[Growing, torch.Tensor]], rules: DraftRules, edges: Edges) -> None:
+    for is_drawn in (True, False):
+        kept = [(draft, own) for draft, own in drafts if draft.growth.is_drawn is is_drawn]
+        while kept := [(draft, own) for draft, own in kept if draft.growth.frontier]:
+            wanted = [_places_of(draft, own) for draft, own in kept]
+            found = iter(_grow_along([place for places in wanted for place in places], rules, edges))
+            for (draft, _), places in zip(kept, wanted, strict=True):
+                draft.growth.grow([next(found) for _ in places])
+
+
 def grow_rows(
     drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rules: DraftRules, edges: Edges | None = None
 ) -> None:
     """Grow drafts to their end: rows are float32 logits [num_guesses, model_vocab_size] of each, or what edges read."""
     if edges is not None:
-        for is_drawn in (True, False):
-            kept = [pair for pair in zip(drafts, rows, strict=True) if pair[0].growth.is_drawn is is_drawn]
-            while kept := [(draft, own) for draft, own in kept if draft.growth.frontier]:
-                wanted = [_places_of(draft, own) for draft, own in kept]
-                following = iter(_grow_along([place for places in wanted for place in places], rules, edges))
-                for (draft, _), places in zip(kept, wanted, strict=True):
-                    draft.growth.grow([next(following) for _ in places])
-        return
+        return _grow_with_edges(list(zip(drafts, rows, strict=True)), rules, edges)
 
     def choose(places: Sequence[_Place]) -> list[Children]:
         return _choose(places, rules)

@@ -8,20 +8,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.drafter_service.heads.head_layer import Attend, DraftHead
+from outrider.drafter_service.heads.head_layer import LAYER_INDEX, DraftHead, PooledAttend
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
+from outrider.verifier_service.model.attention import AttentionHandler, KVPool
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.runner import attention_context, graph_backend
 from outrider.verifier_service.model.settled import limit_to_pool, resolve_num_blocks
 from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS, GraphBackend, StepGraphs
 
-LAYER_INDEX = 0  # of the head's only layer in its KV pool
 FEEDBACK = (FINAL_TAP,)  # what captured steps return beside logits: as wide as one tap
 
 
@@ -162,24 +161,9 @@ class HeadModel:
 
         token_ids and positions int64 [num_tokens], hidden [num_tokens, hidden_size].
         """
-        output, feedback = self._head(token_ids[None], hidden[None], positions[None], _paged(attend))
+        output, feedback = self._head(token_ids[None], hidden[None], positions[None], PooledAttend(attend))
         return output[0], feedback[0]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [num_rows, vocab_size], in the target's ids."""
         return self._head.in_target_ids(self._head.logits(rows).float())
-
-
-def _paged(attend: AttentionHandler) -> Attend:
-    def attend_packed(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions = AttentionOptions(),  # noqa: B008
-        /,
-    ) -> torch.Tensor:
-        # what a peer's states make overflow must not get into the pool, where it would outlast its session
-        key, value = packed(key.nan_to_num()), packed(value.nan_to_num())
-        return attend.attend(LAYER_INDEX, packed(query), key, value, options)[None]
-
-    return attend_packed

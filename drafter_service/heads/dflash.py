@@ -233,7 +233,7 @@ def _dflash2_edges(config: Mapping[str, Any]) -> EdgesConfig:
 
 
 # the parts of each kind of the `speculators` library's, by its name
-_EDGES: dict[object, Callable[[Mapping[str, Any]], EdgesConfig]] = {
+_EDGES: dict[str, Callable[[Mapping[str, Any]], EdgesConfig]] = {
     "dflash": lambda config: EdgesConfig(),
     "dspark": _dspark_edges,
     "dflash2": _dflash2_edges,

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from outrider.drafter_service.heads.head_files import HeadFiles, opened
 from outrider.verifier_service.formats.checkpoint import TensorSource, WeightError
 from outrider.verifier_service.formats.quantized import open_checkpoint
 from outrider.verifier_service.model.architectures import batch_dependent_rope
-from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
+from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape, packed
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import GatedMLP
 from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
@@ -46,24 +46,32 @@ SHARED = {
     "lm_head.weight": (r"(^|\.)lm_head\.weight$", r"(^|\.)embed_tokens\.weight$"),
 }
 
+LAYER_INDEX = 0  # of a head's only layer in its pool
 CPU = torch.device("cpu")
 META = torch.device("meta")
 ROTARY = re.compile(r"rotary_emb\.inv_freq$")  # computed, whatever a checkpoint stores
 # what the `speculators` library stores besides
 EXTRAS = re.compile(rf"^t2d$|^verifier_(norm|lm_head)\.|{ROTARY.pattern}")
+# query [batch, num_heads, length, head_dim], key and value with their own number of heads
+# -> [batch, length, num_heads, head_dim], scaled by head_dim ** -0.5
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Attend(Protocol):
-    """A head's attention, causal; without options plain softmax attention, scaled by head_dim ** -0.5."""
+class PooledAttend:
+    """An `Attend` over a pool of keys and values; the library's layers enter it as theirs, with their own options."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,  # [batch, num_heads, length, head_dim]
-        key: torch.Tensor,  # [batch, num_kv_heads, length, head_dim]
-        value: torch.Tensor,  # [batch, num_kv_heads, length, value_dim]
-        options: AttentionOptions = AttentionOptions(),  # noqa: B008  # it is frozen
-        /,
-    ) -> torch.Tensor: ...  # [batch, length, num_heads, value_dim]
+    def __init__(self, handler: AttentionHandler) -> None:
+        self._handler = handler
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.attend(LAYER_INDEX, packed(query), packed(key), packed(value), AttentionOptions())[None]
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Attend as an `AttentionHandler` does."""
+        # what a peer's states make overflow must not get into the pool, where it would outlast its session
+        return self._handler.attend(layer_index, query, key.nan_to_num(), value.nan_to_num(), options)
 
 
 class HeadError(ValueError):
@@ -85,16 +93,8 @@ class HeadOutput(NamedTuple):
     feedback: torch.Tensor  # [batch, length, hidden_size] state of the next pair, in place of the target's
 
 
-def attend_causally(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: AttentionOptions = AttentionOptions(),  # noqa: B008
-    /,
-) -> torch.Tensor:
+def attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention over whole sequences."""
-    if options != AttentionOptions():
-        raise HeadError("a head with the library's layer attends in a pool of keys and values")
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from outrider.drafter_service.heads.head_layer import CPU, Attend, HeadError
+from outrider.drafter_service.heads.head_layer import CPU, Attend, HeadError, PooledAttend
 from outrider.verifier_service.model.architectures import ARCHITECTURES, batch_dependent_rope
-from outrider.verifier_service.model.attention import AttentionOptions, LayerShape, ShapeRecorder, entered
+from outrider.verifier_service.model.attention import LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.latent_attention import keep_latents, read_every_key
 from outrider.verifier_service.model.library_model import decoder_layers
@@ -54,8 +54,9 @@ class LibraryBlock(nn.Module):
         model = build_empty_model(description, dtype=torch.float32, device=CPU)
         parent, name = decoder_layers(model)
         self.layer: Any = getattr(parent, name)[0]
-        self.rotary: Any = parent.rotary_emb
-        takes_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        rotary: Any = parent.rotary_emb
+        self.rotary = rotary
+        takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_arguments = description.layer_types[:1] if takes_type else []
 
     def attend_in_pool(self) -> None:
@@ -74,23 +75,12 @@ class LibraryBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Map [batch, length, hidden_size] to the same shape; positions int64 [batch, length]."""
-        with entered(_Attending(attend)):
+        if not isinstance(attend, PooledAttend):
+            raise HeadError("a head with the library's layer attends in a pool of keys and values")
+        with entered(attend):
             return self._forward(hidden, positions)
 
     def _forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         turn = self.rotary(hidden, positions, *self._rotary_arguments)
         found = self.layer(hidden_states=hidden, position_embeddings=turn, position_ids=positions, attention_mask=None)
         return found[0] if isinstance(found, tuple) else found
-
-
-class _Attending:
-    """A head's attention as the library's layers know one."""
-
-    def __init__(self, attend: Attend) -> None:
-        self._attend = attend
-
-    def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        rows = [each.transpose(0, 1)[None] for each in (query, key, value)]  # [1, num_heads, num_tokens, head_dim]
-        return self._attend(*rows, options)[0]

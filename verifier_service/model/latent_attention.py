@@ -38,7 +38,8 @@ class Absorbed(nn.Module):
 
 def keep_latents(model: nn.Module) -> None:
     """Have every layer of latent attention give `attend_paged` its latents, and no expanded heads."""
-    for layer in list(model.modules()):
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
         if hasattr(layer, "expand_kv") and isinstance(layer.kv_b_proj, nn.Linear):
             layer.absorbed = Absorbed(layer)
             layer.kv_b_proj = None
@@ -47,7 +48,8 @@ def keep_latents(model: nn.Module) -> None:
 
 def read_every_key(model: nn.Module) -> None:
     """Take the indexers out of sparse attention, which up to `sparse_limit` tokens chooses all keys."""
-    for layer in list(model.modules()):
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
         if isinstance(getattr(layer, "indexer", None), nn.Module):
             layer.indexer = _NoIndexer()
             layer.register_forward_pre_hook(_with_a_mask, with_kwargs=True)

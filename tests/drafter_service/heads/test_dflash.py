@@ -101,7 +101,7 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "path", "value", "message"),
     [
-        (SPECULATORS, "speculators_model_type", "dflash2", "speculators_model_type: 'dflash2'"),
+        (SPECULATORS, "speculators_model_type", "peagle", "speculators_model_type: 'peagle'"),
         (SPECULATORS, "aux_hidden_state_layer_ids", None, "aux_hidden_state_layer_ids: not in the config"),
         (SPECULATORS, "aux_hidden_state_layer_ids", [1, 4], r"aux_hidden_state_layer_ids: \[1, 4\].* 4 layers"),
         (SPECULATORS, "aux_hidden_state_layer_ids", [1, 1], "not different layers"),

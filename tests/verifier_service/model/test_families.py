@@ -77,7 +77,9 @@ def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(s
 def test_the_kv_pool_keeps_latents_and_no_heads(served: Served) -> None:
     if LATENT.items() <= FAMILIES[served.name].text.items():
         wanted = LayerShape(num_kv_heads=1, head_dim=16 + 8, value_dim=16)  # the latent and the rotated part
-        assert set(served.runner.model.kv_shapes.values()) == {wanted}
+        shapes = served.runner.model.kv_shapes.values()
+        assert wanted in shapes
+        assert all(shape.num_kv_heads == 1 for shape in shapes)  # dots3 has latents of other sizes in windows
 
 
 def library_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -90,7 +92,7 @@ def library_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 def rows_of_the_page() -> list[list[str]]:
     """Return the cells of the table of docs/models.md."""
-    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    lines = (ROOT / "docs/models.md").read_text().partition("\n## ")[0].splitlines()
     table = [line for line in lines if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
