@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from exactness.small_engines import Hints, Limits, generate, make_engine
@@ -16,6 +18,8 @@ from outrider.verifier_service.model.attention import LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny.formats.runners import make_runner, require_equal
+from tiny.formats.schemes import MXFP4_EXPERTS, SCHEMES, quantize
 from tiny.hub.families import FAMILIES, LATENT, make_family_checkpoint
 from tiny.models import full_logits, random_sequences, relative_difference, scattered_batches
 
@@ -105,3 +109,36 @@ def test_the_page_has_all_recipes_with_speculation_and_only_families_that_run() 
     assert all(cells[4].startswith("runs" if cells[1].startswith("`") else "refused") for cells in rows)
     beside = set(re.findall(r"\(`([\w.-]+)`\)", (ROOT / "docs/models.md").read_text()))
     assert {name.strip("`") for name in counts} | beside >= FAMILIES.keys()
+
+
+# what recipes name first besides bfloat16
+FORMATS = {
+    "deepseek-v3": "fp8-blocks",
+    "deepseek-v3.2": "fp8-blocks",
+    "dots3-note": "fp8-blocks",
+    "gemma-4-dense": "compressed-fp8-channels",
+    "gemma-4-small": "compressed-int4",
+    "gemma-4-unified": "compressed-int4",
+    "glm-4.5": "fp8-blocks",
+    "glm-5": "fp8-blocks",
+    "gpt-oss": "mxfp4-experts",
+    "hy3": "fp8-blocks",
+    "kimi-k2.5": "compressed-int4",
+    "laguna": "fp8-blocks",
+    "llama-3.1": "awq",
+    "minimax-m2": "fp8-blocks",
+    "mistral-medium-3.5": "fp8-static",
+    "mistral-small-4": "fp8-static",
+    "muse-glimmer": "compressed-fp8-blocks",
+    "step-3.7": "fp8-blocks",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_its_checkpoints_are_read_in_the_format_that_people_use(tmp_path: Path, name: str) -> None:
+    model = make_family_checkpoint(tmp_path, name)
+    shutil.copytree(tmp_path, tmp_path / "plain")
+    scheme = MXFP4_EXPERTS if name == "gpt-oss" else SCHEMES[FORMATS[name]]
+    save_file(quantize(tmp_path, scheme), tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    plain = type(model).from_pretrained(tmp_path / "plain", attn_implementation="eager", dtype=torch.float32).eval()
+    require_equal(make_runner(tmp_path, max_model_len=160), plain)
