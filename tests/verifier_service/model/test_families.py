@@ -56,6 +56,18 @@ def test_its_logits_are_the_librarys(served: Served) -> None:
     assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gpt-oss", "kimi-k2.5"])
+def test_its_logits_are_the_librarys_on_a_device(tmp_path: Path, name: str) -> None:
+    model = make_family_checkpoint(tmp_path, name)
+    runner = make_runner(tmp_path, device="cuda", max_model_len=160)
+    sequences = random_sequences((41, 9, 26))
+    expected = [full_logits(model, sequence) for sequence in sequences]
+    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+        wanted = torch.stack([expected[index][position] for index, position in rows])
+        assert relative_difference(wanted, runner.execute(batch).cpu()) < 1e-4
+
+
 def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(served: Served) -> None:
     expected = {tuple(prompt): library_tokens(served.model, prompt) for prompt in PROMPTS}
     drafts = Hints(expected)
