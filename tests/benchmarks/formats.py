@@ -73,7 +73,6 @@ class Found:
     token_s: float  # of CPU
     model_bytes: int
     rss_bytes: int  # of the process once it is loaded
-    peak_bytes: int
 
 
 def batch(token_ids: list[int], start: int, num_rows: int) -> ScheduledBatch:
@@ -131,7 +130,6 @@ def measure(folder: Path, quantization: str | None, answers: list[list[int]]) ->
         token_s=sum(cpu_s for _, cpu_s in answered) / len(prompts) / (NUM_TOKENS - 1),
         model_bytes=held_bytes(runner.model),
         rss_bytes=rss,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
@@ -159,8 +157,8 @@ def in_a_process(folder: Path, quantization: str | None, answers: Path) -> Found
 
 
 def table(folder: Path, scratch: Path, write: Callable[[str], object]) -> None:
-    write("| checkpoint | weights held | process | at its peak | load, CPU | tokens/s of CPU | same next | same text |")
-    write("|---|---:|---:|---:|---:|---:|---:|---:|")
+    write("| checkpoint | weights held | process | load, CPU | tokens/s of CPU | same next | same text |")
+    write("|---|---:|---:|---:|---:|---:|---:|")
     answers, first = scratch / "answers.json", None
     answers.write_text("[]")
     for name, (scheme, quantization) in FORMATS.items():
@@ -172,7 +170,7 @@ def table(folder: Path, scratch: Path, write: Callable[[str], object]) -> None:
         found = in_a_process(place, quantization, answers)
         first = first or found
         answers.write_text(json.dumps(first.tokens))
-        sizes = " | ".join(f"{size / 1e6:.0f} MB" for size in (found.model_bytes, found.rss_bytes, found.peak_bytes))
+        sizes = " | ".join(f"{size / 1e6:.0f} MB" for size in (found.model_bytes, found.rss_bytes))
         shares = f"{share(first.next_tokens, found.next_tokens):.1%} | {share(first.tokens, found.tokens):.1%}"
         write(f"| {name} | {sizes} | {found.load_s:.1f} s | {1 / found.token_s:.1f} | {shares} |")
 
