@@ -63,7 +63,7 @@ def ours(model: str, held: Held, *, are_apart: bool) -> Run:
 
 def vllms(model: str, held: Held) -> Run:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{NUM_THREADS - 1}"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # OMP_NUM_THREADS counts
     import vllm
 
     llm = vllm.LLM(model, max_model_len=MAX_MODEL_LEN, max_logprobs=64, max_num_seqs=64)

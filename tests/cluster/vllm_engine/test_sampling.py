@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cluster.vllm_engine.sampling import sampling_of, structured_of
+from outrider.verifier_service.messages.beam_search import BeamSearch
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
@@ -82,6 +83,7 @@ def test_choices_have_the_seeds_that_vllm_gives_its_own_and_a_continuation_has_a
         (request((4,), presence_penalty=0.1), False, "presence_penalty"),
         (request((4,), frequency_penalty=0.1), False, "frequency_penalty"),
         (request((4,), structured=StructuredOutput(kind=StructuredKind.JSON_OBJECT)), False, "structured"),
+        (request(beams=BeamSearch(width=2), num_speculative_tokens=0), False, "use_beam_search"),
         (request(thought=BOUNDED), False, "thinking_token_budget"),
         (request(thought=BOUNDED, structured=CALLS), False, "thinking_token_budget"),
         (request(thought=OPEN, structured=StructuredOutput(kind=StructuredKind.JSON_OBJECT)), False, "structured"),
