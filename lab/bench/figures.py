@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +71,6 @@ class RunTrace:
     requests: tuple[RequestTrace, ...]  # in the order of the prompts
     num_target_steps: int  # forwards of the target model
     drafts: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # of all requests together
-    wire_bytes: Mapping[str, int] = field(default_factory=dict)  # between verifier and drafter, by type; where weighed
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +119,6 @@ class Row:
     figures: Figures
     repeats: tuple[Figures, ...]
     first_differences: Mapping[int, int] | None  # prompt -> first differing token; None: nothing to compare with
-    total: RunTrace  # all repeats together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,33 +177,31 @@ def median_figures(repeats: Sequence[Figures]) -> Figures:
 
 
 def rows_of(
-    pair: str, measurements: Sequence[Measurement], weight_bytes: int, *, baseline: str, compare: bool, off: str = OFF
+    pair: str, measurements: Sequence[Measurement], weight_bytes: int, *, baseline: str, compare: bool
 ) -> list[Row]:
     """Make a table line of every arm at every concurrency, in the order of their first measurement.
 
-    With `compare`, tokens are compared with those of our own plain decoding, the arm `off`.
+    With `compare`, tokens are compared with those of our own plain decoding, the arm `OFF`.
     """
     cells: dict[tuple[int, str], list[Measurement]] = {}
     for measurement in measurements:
         cells.setdefault((measurement.concurrency, measurement.arm), []).append(measurement)
-    reference = _plain(measurements, off) if compare else None
+    reference = _plain(measurements) if compare else None
     return [
         _row(pair, cell, cells.get((concurrency, baseline)), weight_bytes, reference)
         for (concurrency, _), cell in cells.items()
     ]
 
 
-def _plain(measurements: Sequence[Measurement], off: str) -> RunTrace | None:
+def _plain(measurements: Sequence[Measurement]) -> RunTrace | None:
     """Return plain decoding's first run at the smallest concurrency."""
-    runs = [measurement for measurement in measurements if measurement.arm == off]
+    runs = [measurement for measurement in measurements if measurement.arm == OFF]
     return min(runs, key=lambda run: (run.concurrency, run.repeat)).trace if runs else None
 
 
-def answer_pairs(
-    pair: str, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]], off: str = OFF
-) -> list[Pair]:
+def answer_pairs(pair: str, measurements: Sequence[Measurement], prompts: Sequence[Sequence[int]]) -> list[Pair]:
     """Return every answer of our own arms beside plain decoding's; another library's may be other ones."""
-    plain = _plain(measurements, off)
+    plain = _plain(measurements)
     return [
         Pair(
             what=f"{pair}, concurrency {run.concurrency}, {run.arm}, prompt {index + 1}",
@@ -236,7 +231,6 @@ def _row(
         figures=median_figures(repeats),
         repeats=repeats,
         first_differences=None if reference is None else dict(_differences(cell, reference)),
-        total=_total([run.trace for run in cell]),
     )
 
 
@@ -244,19 +238,6 @@ def _ratio(cell: Sequence[Measurement], baseline: Sequence[Measurement]) -> floa
     """Compare repeat by repeat, so that a machine that slows down in between slows both sides."""
     expected = {run.repeat: run.trace.tokens_per_s for run in baseline}
     return statistics.median(run.trace.tokens_per_s / expected[run.repeat] for run in cell)
-
-
-def _total(traces: Sequence[RunTrace]) -> RunTrace:
-    sizes = Counter[str]()
-    for trace in traces:
-        sizes.update(trace.wire_bytes)
-    return RunTrace(
-        elapsed_s=sum(trace.elapsed_s for trace in traces),
-        requests=tuple(request for trace in traces for request in trace.requests),
-        num_target_steps=sum(trace.num_target_steps for trace in traces),
-        drafts=added(trace.drafts for trace in traces),
-        wire_bytes=dict(sorted(sizes.items())),
-    )
 
 
 def added(metrics: Iterable[SpeculationMetrics]) -> SpeculationMetrics:

@@ -108,14 +108,14 @@ def footnotes(result: BenchResult) -> list[str]:
     if empty := [(row, row.figures.num_empty_rounds) for row in result.rows if row.figures.num_empty_rounds]:
         counts = "; ".join(f"{_place(row)}: {count:.0f}" for row, count in empty)
         notes.append(f"Decode steps of a request that ran without a draft though speculation was on: {counts}.")
-    return [*notes, *differences(result, OFF)]
+    return [*notes, *_differences(result)]
 
 
-def differences(result: BenchResult, plain: str) -> list[str]:
-    """Say which tokens differed from plain decoding's, the arm of that name."""
+def _differences(result: BenchResult) -> list[str]:
+    """Say which tokens differed from plain decoding's, the arm `OFF`."""
     if result.workload.temperature > 0.0:
         return ["Sampled tokens are not compared."]
-    what = f"Prompts (of {len(result.workload.prompts)}) whose greedy tokens differ from {plain}'s"
+    what = f"Prompts (of {len(result.workload.prompts)}) whose greedy tokens differ from {OFF}'s"
     rows = [row for row in result.rows if row.first_differences]
     if not rows:
         return [f"{what}: none, in any arm."]

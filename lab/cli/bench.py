@@ -15,12 +15,11 @@ import click
 from outrider.cluster.cli.usage import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
-from outrider.lab.bench.drafters import drafters
 from outrider.lab.bench.gpu import gpu
+from outrider.lab.bench.methods import methods
 from outrider.lab.bench.profile import profile
 from outrider.lab.gateway.verb import gateway
 from outrider.lab.peers.verb import peers as peers_verb
-from outrider.lab.replay.replay import replay
 from outrider.lab.report import files, write
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
-    *("acceptance", "adaptive", "agents", "device", "drift", "exact", "far", "invariance", "policy", "pricing"),
+    *("adaptive", "agents", "device", "drift", "exact", "far", "invariance", "policy", "pricing"),
     *("router", "step", "usual"),
 )
 
@@ -101,16 +100,15 @@ def bench() -> None:
 
     profile: where a step of our engine spends its time; gpu: what one accelerator gives.
 
-    drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
+    methods: every drafting method beside plain decoding, and what the best choice would bring.
     """
 
 
-bench.add_command(drafters)
 bench.add_command(gateway)
 bench.add_command(gpu)
+bench.add_command(methods)
 bench.add_command(peers_verb)
 bench.add_command(profile)
-bench.add_command(replay)
 
 
 @bench.command()

@@ -24,6 +24,7 @@ PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
 NAME = "simulate"  # of the work, as it is shown
 PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART = "plan", "break-even", "fleet", "load", "day", "kv", "apart"
+STAGES = "stages"
 WITHOUT_PLOT = {PLAN: "a plan", BREAK_EVEN: "a break-even", FLEET: "one fleet", KV: "kv", APART: "apart"}
 # The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
 BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
@@ -31,13 +32,14 @@ BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
 _OPTIONS = (
     click.option(
         "--study",
-        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART]),
+        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY, KV, APART, STAGES]),
         default=PLAN,
         show_default=True,
         help="plan: how many of each for --qps, and at what price. break-even: from which price, acceptance and link "
         "on drafters of their own pay, by the arithmetic of a round. fleet: one fleet. load: every way to set draft "
         "lengths at --loads. day: pools that scale over a day of --qps on average. kv: the KV that drafts save. "
-        "apart: one verifier that prefills and one that decodes beside two that do both.",
+        "apart: one verifier that prefills and one that decodes beside two that do both. stages: where drafts pay on "
+        "pipeline stages and with experts over devices, by arithmetic.",
     ),
     click.option("--accelerator", type=click.Choice(BIG), default="H100", show_default=True),
     click.option(
@@ -129,7 +131,8 @@ def simulate(study: str, plot_file: Path | None, json_file: Path | None, **optio
             if study in WITHOUT_PLOT:
                 raise ValueError(f"--plot: {WITHOUT_PLOT[study]} has none")
         total = {FLEET: options["num_requests"], DAY: options["qps"] * options["day_s"]}.get(study)
-        progress = contextlib.nullcontext(lambda done, word: None) if study == BREAK_EVEN else show_work(NAME, total)
+        is_arithmetic = study in (BREAK_EVEN, STAGES)
+        progress = contextlib.nullcontext(lambda done, word: None) if is_arithmetic else show_work(NAME, total)
         with _seldom_collected(), progress as on_work:
             given = SimpleNamespace(
                 **options,
@@ -242,6 +245,18 @@ def _apart(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
     return apart_table(rows), rows
 
 
+def _stages(given: SimpleNamespace, plot_file: Path | None) -> tuple[Any, Any]:
+    from outrider.lab.simulate.report import stages_table
+    from outrider.lab.simulate.stages import study_stages
+
+    found = study_stages(given.system, given.load.lengths)
+    if plot_file is not None:
+        from outrider.lab.simulate.plots import plot_stages
+
+        plot_stages(found, plot_file)
+    return stages_table(found), found
+
+
 _STUDIES: dict[str, Callable[[SimpleNamespace, Path | None], tuple[Any, Any]]] = {
     PLAN: _plan,
     BREAK_EVEN: _break_even,
@@ -250,6 +265,7 @@ _STUDIES: dict[str, Callable[[SimpleNamespace, Path | None], tuple[Any, Any]]] =
     DAY: _day,
     KV: _kv,
     APART: _apart,
+    STAGES: _stages,
 }
 
 

@@ -18,10 +18,9 @@ from outrider.cluster.offline.llm import LLM
 from outrider.cluster.offline.outputs import RequestOutput
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.drafter_service.training.served import Rounds
-from outrider.lab.peers.measure import PROMPTS, chat_encoder, chat_prompts
+from outrider.lab.chat_prompts import PROMPTS, encoded_prompts
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 ALL = "all"
 TEMPERATURE = 0.8
@@ -88,12 +87,6 @@ def measure(
     return [
         Served(drafter=name, sampling=sampling, by_kind=_by_kind(kinds, outputs)) for sampling, outputs in found.items()
     ]
-
-
-def encoded_prompts(config: ModelConfig) -> Prompts:
-    """Return the committed prompts, through the model's chat template where it has one."""
-    tokenizer: Any = load_tokenizer(config)
-    return chat_prompts(tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer))
 
 
 def generated(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outrider.lab.peers.process import Answer, PeerError, PeerProcess
 from outrider.lab.same_tokens import num_identical
 
-FOLDER = Path(__file__).parent
-PROMPTS, PREFIX = FOLDER / "prompts.jsonl", FOLDER / "prefix.txt"
+PREFIX = Path(__file__).parent / "prefix.txt"
 NUM_PREFIX_TOKENS = 1500
 
 
@@ -40,21 +37,6 @@ class Sample:
     repeat: int
     tokens_per_s: float
     token_ids: list[list[int]]
-
-
-def chat_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Return what writes a user's words through the model's chat template, as token ids."""
-
-    def encode(text: str) -> Sequence[int]:
-        message = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-    return encode
-
-
-def chat_prompts(encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the committed prompts as the model's chat template writes them."""
-    return [tuple(encode(json.loads(line)["prompt"])) for line in PROMPTS.read_text().splitlines()]
 
 
 def prefixed_prompts(

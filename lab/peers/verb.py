@@ -147,7 +147,8 @@ def _peers(
 
 
 def _loads(config: ModelConfig, options: Mapping[str, Any]) -> list[Load]:
-    from outrider.lab.peers.measure import Load, chat_encoder, chat_prompts, prefixed_prompts
+    from outrider.lab.chat_prompts import chat_encoder, chat_prompts
+    from outrider.lab.peers.measure import Load, prefixed_prompts
     from outrider.verifier_service.model.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(config)

@@ -9,6 +9,7 @@ import numpy as np
 
 from outrider.lab.plots import Panel, Points, draw
 from outrider.lab.simulate.figures import RunFigures
+from outrider.lab.simulate.stages import ACCEPTANCES, LOADS, STAGES, StageRow, StagesStudy, lines_of
 from outrider.lab.simulate.studies import DayStudy
 
 DASHED = frozenset({"off", "oracle"})  # arms that are drawn apart
@@ -49,3 +50,25 @@ def plot_day(study: DayStudy, path: Path) -> None:
         Panel(x="time, s", y="price of a draft token", lines={"mean price": (times, prices)}, marker=None),
     ]
     draw(panels, path, title=f"A day of {study.day.length_s:g} simulated seconds", size=(13, 8), rows=3)
+
+
+def plot_stages(study: StagesStudy, path: Path) -> None:
+    """Draw what drafts bring over none at each load: on 1, 2 and 4 stages by the way, with experts by the devices."""
+
+    def lines(rows: Sequence[StageRow], name: Callable[[StageRow], str]) -> dict[str, Points]:
+        return {name(own[0]): (range(len(LOADS)), [row.ratio for row in own]) for own in lines_of(rows)}
+
+    def panel(title: str, found: dict[str, Points]) -> Panel:
+        return Panel(x=f"requests, {title}", y="tokens/s ÷ none", lines=found, ticks=[*map(str, LOADS)])
+
+    shown = [row for row in study.stages if row.acceptance in ACCEPTANCES[1:]]
+    panels = [
+        panel(
+            f"{count} stages" if count > 1 else "1 stage",
+            lines([row for row in shown if row.parts == count], lambda row: f"{row.way}, {row.acceptance:g}"),
+        )
+        for count in STAGES
+    ]
+    middle = [row for row in study.experts if row.acceptance == ACCEPTANCES[1]]
+    panels.append(panel("experts over devices, 0.7", lines(middle, lambda row: str(row.parts))))
+    draw(panels, path, title="Drafts on stages and experts, by arithmetic", size=(18, 5))

@@ -19,6 +19,7 @@ from outrider.lab.simulate.break_even import BreakEven, SteadyLayout
 from outrider.lab.simulate.figures import RunFigures
 from outrider.lab.simulate.kv import KvRow, KvStudy, PipelineRow
 from outrider.lab.simulate.money import Worth
+from outrider.lab.simulate.stages import LOADS, StageRow, StagesStudy, lines_of
 from outrider.lab.simulate.steady import SteadyState
 from outrider.lab.simulate.studies import DayStudy, FleetStudy, Layout, Plan
 
@@ -51,6 +52,26 @@ def fleet_table(study: FleetStudy) -> RenderableType:
         f"events in {study.wall_s:.1f} s: {study.events_per_s:,.0f} events/s, {study.requests_per_s:,.0f} requests/s"
     )
     return Group(runs_table([study.figures], "Simulated fleet"), Text(speed))
+
+
+def stages_table(study: StagesStudy) -> RenderableType:
+    """Draw what drafts bring over none: on stages by each way, and with experts over devices."""
+
+    def cell(row: StageRow) -> str:
+        return f"{row.ratio:.2f} ({row.draft_length}, {row.num_groups})"
+
+    def column(place: int) -> Column[list[StageRow]]:
+        return Column(f"{LOADS[place]} requests", lambda line: cell(line[place]))
+
+    columns = [
+        Column[list[StageRow]]("parts", lambda line: str(line[0].parts)),
+        Column("drafts", lambda line: line[0].way, is_text=True),
+        Column("acceptance", lambda line: f"{line[0].acceptance:g}"),
+        *map(column, range(len(LOADS))),
+    ]
+    titles = ("A target in stages: tokens/s over none (draft length, groups)", "A mixture's experts over devices")
+    tables = zip(titles, (study.stages, study.experts), strict=True)
+    return Group(*(table_of(columns, lines_of(rows), title) for title, rows in tables))
 
 
 APART_COLUMNS = (

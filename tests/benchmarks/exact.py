@@ -20,7 +20,8 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import markdown_table, numbers, show_progress
 from outrider.cluster.offline.engine import OfflineEngine
 from outrider.cluster.offline.llm import planned_config
-from outrider.lab.head.acceptance import SAMPLINGS, Prompts, encoded_prompts
+from outrider.lab.chat_prompts import encoded_prompts
+from outrider.lab.head.acceptance import SAMPLINGS, Prompts
 from outrider.lab.report import describe_machine, files, show_page
 from outrider.lab.same_tokens import Pair, Seeded, Tally, compare, plain_decoding, require_same
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan

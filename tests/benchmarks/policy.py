@@ -15,9 +15,9 @@ import click
 
 from benchmarks.draft_lengths import replay as policy_replay
 from benchmarks.draft_lengths import table as policy_table
-from benchmarks.draft_lengths.replay import MachineFit
 from benchmarks.draft_lengths.table import MIN_OF_ORACLE, MIN_OF_TABLE, Point, count_points, run_table
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.lab.replay.machine import MachineFit
 from outrider.lab.replay.traces import TraceError, read_traces
 from outrider.lab.report import Column, Report, Section, files
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import click
 
 from agents.study import agents
-from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.device.study import device
 from benchmarks.draft_lengths.far import far
@@ -24,7 +23,6 @@ from benchmarks.weights.drift import drift
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
 STUDIES = (
-    acceptance,
     adaptive,
     agents,
     device,
@@ -44,13 +42,13 @@ STUDIES = (
 def study() -> None:
     """Measure what only developers ask.
 
-    acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; agents: what real agents and their libraries can do here; device: what drafts bring on a
-    played accelerator; drift: a pool that learns, while the kind of text changes; exact: a real model's tokens in
-    company, with drafts; far: what priced drafts bring with a drafter elsewhere, in virtual time; invariance: rows
-    alone and in company, on every path that a CPU takes; policy: how much to draft, over recorded acceptance; pricing:
-    what deciding that costs a step; router: what its decisions cost; step: a running server's load from 1 to many
-    streams and back; usual: what a small machine should draft with.
+    adaptive: the price of a step beside every fixed draft length; agents: what real agents and their libraries can
+    do here; device: what drafts bring on a played accelerator; drift: a pool that learns, while the kind of text
+    changes; exact: a real model's tokens in company, with drafts; far: what priced drafts bring with a drafter
+    elsewhere, in virtual time; invariance: rows alone and in company, on every path that a CPU takes; policy: how
+    much to draft, over recorded acceptance; pricing: what deciding that costs a step; router: what its decisions
+    cost; step: a running server's load from 1 to many streams and back; usual: what a small machine should draft
+    with.
     """
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.draft_lengths.replay import EAGLE, NGRAM
 from benchmarks.draft_lengths.table import Point, count_points, run_table
 from benchmarks.policy import COLUMNS, verdict
 from benchmarks.study import study
+from outrider.lab.replay.machine import EAGLE, NGRAM
 from outrider.lab.replay.traces import Trace
 
 

@@ -101,7 +101,7 @@ def usual(
     from outrider.cluster.config.service_config import ServiceConfig
     from outrider.lab.bench.arms import OutriderArm
     from outrider.lab.bench.figures import Workload
-    from outrider.lab.head.acceptance import encoded_prompts
+    from outrider.lab.chat_prompts import encoded_prompts
 
     names = names or (*CANDIDATES,)
     machine, found = describe_machine(), []

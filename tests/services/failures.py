@@ -31,7 +31,7 @@ from outrider.cluster.config.known_models import SMOLLM2
 from outrider.cluster.config.service_config import APP_NAME
 from outrider.cluster.replicas.app import build
 from outrider.drafter_service.embedded import held_out_prompts
-from outrider.lab.peers.measure import PROMPTS
+from outrider.lab.chat_prompts import PROMPTS
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
 from services.live_service import LiveService, SharedRay, Streamed
 from services.local_verifier import LocalVerifier

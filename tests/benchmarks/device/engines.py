@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
+from outrider.lab.bench.method_arms import DRAFTING, MESSAGES, WAITING, TimedClient
+from outrider.lab.bench.profile import PhaseClock
 from outrider.verifier_service.drafting.asking import CoordinatorConfig
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -84,13 +87,24 @@ class Played:
     engine: VerifierEngine
     device: PlayedDevice
     client: DraftClient
+    phases: PhaseClock  # of what was run since the last outputs
 
     def step(self, outputs: tuple[RequestOutput, ...] = ()) -> list[RequestOutput]:
         """Run a step and encode what the one before brought, as the engine's loop does; or wait for drafts."""
+        if outputs:
+            self.phases.begin()
         found = self.engine.step(lambda: encode(EngineUpdate(outputs=tuple(map(Published.of, outputs)))) and None)
         if found is None and isinstance(self.client, PipeDraftClient):
             self.client.wait(self.engine.idle_s() or 0.0)
+            self.phases.end(WAITING)
         return found or []
+
+    def parts_ms(self, num_steps: int) -> dict[str, float]:
+        """Return the mean milliseconds of each part of the last so many steps."""
+        total: Counter[str] = Counter()
+        for step in self.phases.steps[-num_steps - 1 : -1]:  # the last has begun
+            total.update(step)
+        return {name: 1e3 * seconds / num_steps for name, seconds in total.items()}
 
 
 def played_engine(
@@ -109,12 +123,16 @@ def played_engine(
         warm_up(cold, max_requests=pair.max_requests, patience_s=PATIENCE_S, clock=clock.now_s)
     pricing = DraftPricing()
     client = client or NoDrafters()
-    engine = _engine_of(target, pricing, client)
+    phases = PhaseClock(clock.now_s)
+    phases.begin()
+    part = MESSAGES if isinstance(client, PipeDraftClient) else DRAFTING
+    engine = _engine_of(target, pricing, TimedClient(client, phases.end, part))
+    engine.on_phase = phases.end
     profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
     pricing.use_profile(profile.step_times, None, profile.context)
     engine.launches_early = async_scheduling
     keep_loaded()
-    return Played(engine, device, client)
+    return Played(engine, device, client, phases)
 
 
 def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient) -> PipelinedEngine:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, apart, beside, decode_steps, played_engine
+from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, Played, apart, beside, decode_steps, played_engine
 from benchmarks.device.played import VirtualClock, WallClock
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import markdown_table, numbers
@@ -62,6 +62,24 @@ def beyond_s(count: int, found: Decoded, num_steps: int) -> float:
     return 1e3 * (found.step_s - virtual.step_s) if found.drafted > 1.0 else 0.0
 
 
+PARTS = ("schedule", "drafting", "messages", "waiting", "forward", "verify", "commit", "ask")
+
+
+def parts(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:
+    """Yield a row of what a step with drafts takes by part, by the clock: without, beside the target, elsewhere."""
+    for count in streams:
+        yield _parts_row(count, "none", played_engine(Pair(), WallClock()), num_steps)
+        yield _parts_row(count, "one process", beside(Pair(), WallClock()), num_steps)
+        with apart(Pair()) as played:
+            yield _parts_row(count, "two", played, num_steps)
+
+
+def _parts_row(count: int, where: str, played: Played, num_steps: int) -> list[str]:
+    decode_steps(played, count, num_steps=num_steps)
+    found = played.parts_ms(num_steps)
+    return [str(count), where, f"{sum(found.values()):.2f}", *(f"{found.get(name, 0.0):.2f}" for name in PARTS)]
+
+
 def _cells(found: Decoded, plain: Decoded) -> list[str]:
     return [f"{found.tokens_per_s / plain.tokens_per_s:.2f}", f"{found.drafted:.2f}"]
 
@@ -78,8 +96,11 @@ def _table(title: str, headings: Sequence[str], rows: Iterator[list[str]], say: 
 @click.option("--streams", default=",".join(map(str, STREAMS)), show_default=True, callback=numbers)
 @click.option("--steps", "num_steps", type=click.IntRange(2), default=128, show_default=True, help="That count.")
 @click.option("--virtual", "is_virtual", is_flag=True, help="Decisions alone, in virtual time.")
+@click.option("--parts", "is_parts", is_flag=True, help="Only what a step takes by part.")
 @files("markdown")
-def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_file: Path | None) -> None:
+def device(
+    streams: tuple[int, ...], num_steps: int, is_virtual: bool, is_parts: bool, markdown_file: Path | None
+) -> None:
     """Measure what drafts bring on a played accelerator: an 8 B target and a 1.4 B draft model on an H100."""
     torch.set_num_threads(1)
 
@@ -87,17 +108,16 @@ def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_
         click.echo(line, err=True)
 
     drafts = f"drafts of {DRAFT_LENGTH}"
-    tables = [
-        _table(
-            "Decisions, in virtual time",
-            ("streams", "plain, tokens/s", "warm / plain", "drafted", "cold / plain", "drafted"),
-            decisions(streams, num_steps),
-            say,
-        )
-    ]
-    if not is_virtual:
+    tables = []
+    if not is_parts:
+        headings: tuple[str, ...] = ("streams", "plain, tokens/s", "warm / plain", "drafted", "cold / plain", "drafted")
+        tables.append(_table("Decisions, in virtual time", headings, decisions(streams, num_steps), say))
+    if not is_virtual and not is_parts:
         headings = ("streams", "plain, tokens/s", "plain again", "known", "cold", "own process", "it runs ahead")
         headings += ("plain, ms a step", "in turn, ms", "known, ms", "of it the host's, ms")
         tables.append(_table("By the clock", headings, by_the_clock(streams, num_steps), say))
+    if not is_virtual:
+        headings = ("streams", "drafter", "ms a step", *PARTS)
+        tables.append(_table("A step's time by part, by the clock", headings, parts(streams, num_steps), say))
     page = "\n\n".join([f"{drafts}; {describe_machine()}.", *tables])
     show_page(page, PLAIN_WIDTH, markdown_file)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from benchmarks.device.engines import DRAFT_LENGTH, Pair, apart, beside, decode_steps, played_engine
 from benchmarks.device.played import H100_8B, VirtualClock
-from benchmarks.device.study import COLD_PAIR, device
+from benchmarks.device.study import COLD_PAIR, PARTS, device
 
 
 def test_forwards_take_what_the_table_says_and_beyond_it_grow_as_at_its_end():
@@ -58,3 +58,14 @@ def test_the_study_writes_its_tables():
     assert shown.exit_code == 0
     assert "## Decisions, in virtual time" in shown.stdout
     assert "| 1 | 154 |" in shown.stdout
+
+
+def test_the_study_says_what_a_step_takes_by_part():
+    shown = CliRunner().invoke(device, ["--parts", "--streams", "1", "--steps", "8"], catch_exceptions=False)
+    assert shown.exit_code == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.stdout.splitlines() if "| 1 |" in line]
+    parts = {row[1]: dict(zip(("step", *PARTS), map(float, row[2:]), strict=True)) for row in rows}
+    assert parts["none"]["drafting"] == parts["none"]["waiting"] == 0.0
+    assert parts["one process"]["drafting"] > 3.0, "four levels of 0.9 ms"
+    assert parts["two"]["waiting"] > 3.0
+    assert parts["two"]["drafting"] == 0.0

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.draft_lengths.recorded_drafters import OTHER_TOKEN, RecordedPool
-from benchmarks.draft_lengths.replay import MAX_LENGTH, NGRAM, Batch, Drafts, MachineFit, StepOutcome
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.lookup.ngram_drafter import PRIOR
+from outrider.lab.replay.machine import NGRAM, MachineFit
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan

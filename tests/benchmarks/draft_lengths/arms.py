@@ -10,18 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.draft_lengths.replay import (
-    EAGLE,
-    MAX_LENGTH,
-    NGRAM,
-    Batch,
-    Drafts,
-    FloatArray,
-    IntArray,
-    MachineFit,
-    StepOutcome,
-    Workload,
-)
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload
+from outrider.lab.replay.machine import EAGLE, NGRAM, FloatArray, IntArray, MachineFit
 
 PROBE_EVERY = 16  # rounds of a request: one of them on the drafter that looks worse
 PRIOR_ROUNDS = 4.0  # of a request's mean, toward that of all

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.draft_lengths.replay import EAGLE, NGRAM
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.lab.replay.machine import EAGLE, NGRAM
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
 
 OTHER_TOKEN = -1  # stands where no draft token was right

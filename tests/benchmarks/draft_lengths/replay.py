@@ -23,56 +23,10 @@ import numpy.typing as npt
 
 from benchmarks.draft_lengths.recorded_lookup import recorded_kinds
 from outrider.drafter_service.lookup.ngram_index import Kind
+from outrider.lab.replay.machine import EAGLE, NGRAM, IntArray, MachineFit
 from outrider.lab.replay.traces import Trace
 
 MAX_LENGTH = 8  # of a draft
-EAGLE, NGRAM = "eagle", "ngram"  # as recorded
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFit:
-    """Seconds of one step, by its parts; the defaults are the published fit.
-
-    The knee: a weight of `weight_bytes` takes part in 2 FLOP per token, so a machine of `flop_per_byte` (H100: 990
-    bf16 TFLOP/s over 3.35 TB/s, about 300) computes as long as it loads weights at flop_per_byte · weight_bytes / 2
-    tokens: 300. From there on nothing of the weights' time is left to share, so it is proportional to the tokens:
-    forward(n) = fit(min(n, knee)) · max(1, n / knee). Attention over the context is added to either.
-    """
-
-    fixed_s: float = 5.886e-3
-    token_s: float = 2.101e-5
-    context_token_s: float = 3.926e-8
-    overhead_s: float = 1.207e-3
-    eagle_fixed_s: float = 2.135e-3  # of a whole draft: the fit does not depend on its length
-    eagle_token_s: float = 8.41e-7
-    eagle_context_token_s: float = 2.378e-9
-    ngram_share: float = 0.006  # of the forward pass
-    flop_per_byte: float = 300.0
-    weight_bytes: float = 2.0
-
-    @property
-    def knee(self) -> float:
-        """Return the tokens of a step from which the machine is compute-bound."""
-        return self.flop_per_byte * self.weight_bytes / 2.0
-
-    def forward_s(self, num_tokens: FloatArray, num_context_tokens: float) -> FloatArray:
-        """Return the target's seconds for each number of tokens."""
-        below = self.fixed_s + self.token_s * np.minimum(num_tokens, self.knee)
-        return below * np.maximum(1.0, num_tokens / self.knee) + self.context_token_s * num_context_tokens
-
-    def draft_s(
-        self, forward_s: FloatArray, num_eagle_tokens: IntArray, num_ngram_tokens: IntArray, num_context_tokens: float
-    ) -> FloatArray:
-        """Return the seconds of drafting beside each forward pass: one pass of EAGLE for all, look-ups for all."""
-        eagle_s = (
-            self.eagle_fixed_s + self.eagle_token_s * num_eagle_tokens + self.eagle_context_token_s * num_context_tokens
-        )
-        return np.where(num_eagle_tokens > 0, eagle_s, 0.0) + np.where(
-            num_ngram_tokens > 0, self.ngram_share * forward_s, 0.0
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,16 +23,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.draft_lengths.adaptive import Adaptive
 from benchmarks.draft_lengths.arms import FixedLength, clairvoyant, oracle
-from benchmarks.draft_lengths.replay import (
-    EAGLE,
-    MAX_LENGTH,
-    NGRAM,
-    MachineFit,
-    Policy,
-    ReplayFigures,
-    Workload,
-    replay_policy,
-)
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Policy, ReplayFigures, Workload, replay_policy
+from outrider.lab.replay.machine import EAGLE, NGRAM, MachineFit
 from outrider.lab.replay.traces import Trace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -9,19 +9,8 @@ import pytest
 
 from benchmarks.draft_lengths.adaptive import Adaptive
 from benchmarks.draft_lengths.arms import FixedLength, oracle
-from benchmarks.draft_lengths.replay import (
-    EAGLE,
-    MAX_LENGTH,
-    NGRAM,
-    Batch,
-    Drafts,
-    IntArray,
-    MachineFit,
-    Policy,
-    StepOutcome,
-    Workload,
-    replay_policy,
-)
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, Policy, StepOutcome, Workload, replay_policy
+from outrider.lab.replay.machine import EAGLE, NGRAM, IntArray, MachineFit
 from outrider.lab.replay.traces import Trace
 
 

@@ -12,18 +12,8 @@ from benchmarks.draft_lengths.arms import (
     fit_survivals,
     oracle,
 )
-from benchmarks.draft_lengths.replay import (
-    EAGLE,
-    MAX_LENGTH,
-    NGRAM,
-    Batch,
-    Drafts,
-    FloatArray,
-    MachineFit,
-    StepOutcome,
-    Workload,
-    replay_policy,
-)
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload, replay_policy
+from outrider.lab.replay.machine import EAGLE, NGRAM, FloatArray, MachineFit
 from outrider.lab.replay.traces import Trace
 
 # 1 s a step and 0.1 s a token; drafts are free

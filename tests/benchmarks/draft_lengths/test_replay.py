@@ -5,17 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.draft_lengths.replay import (
-    EAGLE,
-    MAX_LENGTH,
-    NGRAM,
-    Batch,
-    Drafts,
-    MachineFit,
-    StepOutcome,
-    Workload,
-    replay_policy,
-)
+from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload, replay_policy
+from outrider.lab.replay.machine import EAGLE, NGRAM, MachineFit
 from outrider.lab.replay.traces import Trace
 
 FLAT = MachineFit(

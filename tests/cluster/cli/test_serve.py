@@ -20,6 +20,12 @@ def test_serve_has_every_option_of_the_configuration_with_the_same_default():
     assert ServiceConfig(**options) == ServiceConfig()
 
 
+@pytest.mark.parametrize("option", ["--pipeline-parallel-size", "--enable-expert-parallel"])
+def test_stages_and_experts_over_devices_are_refused_by_name(option: str):
+    """They are simulated alone (docs/results/stages.md)."""
+    assert_usage_error(invoke("serve", option, "2"), f"No such option '{option}'")
+
+
 @pytest.mark.parametrize(
     ("option", "value", "field"),
     [

@@ -363,6 +363,8 @@ def test_wrong_calls_are_named(llm: LLM, prompts: Any, params: Any, message: str
     [
         ({"tensor_paralel_size": 2}, "unknown option 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"),
         ({"port": 80}, "unknown option 'port'"),
+        ({"pipeline_parallel_size": 2}, "unknown option 'pipeline_parallel_size'"),
+        ({"enable_expert_parallel": True}, "unknown option 'enable_expert_parallel'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"dtype": "float8"}, "dtype"),
         ({"speculation": "sometimes"}, "speculation must be"),

@@ -10,7 +10,7 @@ import pytest
 from outrider.cluster import LLM, SamplingParams
 from outrider.cluster.config.known_models import SMOLLM2, SMOLLM2_HUB_ID, path_of
 from outrider.drafter_service.shipped import smollm2_drafters
-from outrider.lab.peers.measure import PROMPTS
+from outrider.lab.chat_prompts import PROMPTS
 
 NUM_PROMPTS = 6
 MAX_TOKENS = 32

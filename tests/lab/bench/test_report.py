@@ -18,7 +18,6 @@ from outrider.lab.bench.figures import (
     BenchResult,
     Figures,
     Row,
-    RunTrace,
     Workload,
 )
 from outrider.lab.bench.report import THROUGHPUT_COLUMNS, footnotes, report_of
@@ -40,8 +39,7 @@ SPECULATED = dataclasses.replace(FIGURES, acceptance_rate=0.62, mean_acceptance_
 
 
 def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shipped", **changes: object) -> Row:
-    total = RunTrace(elapsed_s=1.0, requests=(), num_target_steps=0)
-    fields = {"ratio": 1.0, "repeats": (figures, figures), "first_differences": {}, "total": total} | changes
+    fields = {"ratio": 1.0, "repeats": (figures, figures), "first_differences": {}} | changes
     return Row(pair=pair, concurrency=concurrency, arm=arm, figures=figures, **fields)
 
 

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 
 from fakes.grams import grams_of
+from outrider.lab.chat_prompts import PROMPTS
 from outrider.lab.corpus.prompts import kinds, templated_prompt, words
-from outrider.lab.peers.measure import PROMPTS
 
 NUM_PROMPTS = 3000
 

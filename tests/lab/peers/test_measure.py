@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from outrider.lab.chat_prompts import PROMPTS, chat_prompts
 from outrider.lab.peers.arms import BASELINE, PLACEBO, all_peers
 from outrider.lab.peers.measure import (
     NUM_PREFIX_TOKENS,
     PREFIX,
-    PROMPTS,
     Load,
     Measured,
     Sample,
-    chat_prompts,
     equal_prompts,
     measure,
     median_speed,

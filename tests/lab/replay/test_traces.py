@@ -7,20 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fakes.drafter_play import KEY, ask_of
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
-from outrider.lab.replay.traces import (
-    Arm,
-    Figures,
-    SuffixElseNgram,
-    Trace,
-    TraceError,
-    arms,
-    count_accepted,
-    read_traces,
-    recorded_figures,
-    replay_arm,
-)
+from outrider.lab.replay.machine import MachineFit, PublishedMachine, Walk, recorded_drafts
+from outrider.lab.replay.traces import LOOK_UPS, Trace, TraceError, count_accepted, drafted_places, read_traces
 from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 
 
@@ -50,16 +39,6 @@ class ConstantDrafter:
         """Nothing to contradict."""
 
 
-class Clock:
-    """Each reading is one second after the last."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
-
-
 def trace(prompt: Sequence[int], generated: Sequence[int], **recorded: list[int]) -> Trace:
     return Trace(prompt_ids=list(prompt), generated_ids=list(generated), recorded=recorded)
 
@@ -68,25 +47,17 @@ def result(*token_ids: int, parents: tuple[int, ...] | None = None, **fields: tu
     return Draft(request_id="r", round_id=1, position=1, token_ids=token_ids, parents=parents, **fields)  # type: ignore[arg-type]
 
 
-def replay(drafter: ConstantDrafter, traces: list[Trace], length: int = 3) -> Figures:
-    return replay_arm(Arm("constant", lambda _: drafter), traces, num_speculative_tokens=length, clock=Clock())
-
-
-def test_each_verification_commits_what_is_right_and_one_token_more():
+def test_a_draft_is_seen_at_every_position():
     drafter = ConstantDrafter((7, 7, 7))
-    figures = replay(drafter, [trace([1], [7, 7, 3, 4, 7, 7, 7, 7, 7])])
-    assert drafter.texts == [[1], [1, 7, 7, 3], [1, 7, 7, 3, 4], [1, 7, 7, 3, 4, 7, 7, 7, 7]]
-    assert (figures.num_tokens, figures.num_verifications) == (9, 4)
-    assert figures.mean_acceptance_length == 9 / 4
-    assert figures.acceptance_by_position == [3 / 4, 2 / 4, 1 / 4, 0, 0, 0]
-    assert figures.drafted == 3
-    assert figures.empty == 0
+    (places,) = drafted_places(lambda _: drafter, [trace([1], [7, 7, 3, 4, 7])], 3)
+    assert places == [(3, 2), (3, 1), (3, 0), (3, 0), (3, 1)]
+    assert drafter.texts == [[1], [1, 7], [1, 7, 7], [1, 7, 7, 3], [1, 7, 7, 3, 4]]
     assert drafter.released == [drafter.asks[0].key]
 
 
 def test_requests_have_sessions_and_lists_of_their_own():
     drafter = ConstantDrafter(())
-    replay(drafter, [trace([1], [5, 6]), trace([1], [5])])
+    drafted_places(lambda _: drafter, [trace([1], [5, 6]), trace([1], [5])], 3)
     first, second, third = drafter.asks
     assert first.key == second.key != third.key
     assert first.token_ids is second.token_ids  # a session's list only grows
@@ -104,15 +75,18 @@ def test_a_tree_is_accepted_along_the_branch_that_is_right():
     assert count_accepted(result(), [5]) == 0
 
 
-def test_recorded_lengths_are_walked_through():
-    figures = recorded_figures([trace([1], [2], eagle=[3, 1, 1, 1, 2]), trace([1], [2], eagle=[2, 9])], "eagle")
-    # 3 tokens, then 1, then 1 (of 2, at the end); 2 tokens
-    assert (figures.num_tokens, figures.num_verifications) == (7, 4)
-    assert figures.num_at_least[:3] == [3, 1, 0]
-    assert figures.drafted is None
-    assert figures.empty is None
-    assert figures.draft_p50_s is None
-    assert figures.prompt_token_s is None
+def test_what_was_drafted_is_walked_through():
+    walk = Walk.of("x", [[(4, 2), (4, 0), (4, 0), (0, 0), (4, 4)], [(2, 1), (4, 4)]])
+    # 3 tokens, then 1, then 1 of 5, at the end; 2 tokens
+    assert (walk.num_tokens, walk.num_rounds, walk.num_drafts, walk.num_draft_tokens) == (7, 4, 3, 10)
+    assert walk.by_position(3) == [3 / 4, 1 / 4, 0.0]
+
+
+def test_a_step_of_the_published_machine_reads_the_context_and_waits_for_one_eagle_and_no_look_up():
+    machine = PublishedMachine(1000.0, MachineFit())
+    assert machine.step_s(4, 4) == pytest.approx(5.886e-3 + 4 * 2.101e-5 + 4000 * 3.926e-8 + 1.207e-3)
+    assert machine.draft_s("eagle", 4, 2) == pytest.approx(2.135e-3 + 8 * 8.41e-7 + 4000 * 2.378e-9)
+    assert machine.draft_s("ngram", 4, 2) < 1e-4
 
 
 def line(**fields: object) -> str:
@@ -149,24 +123,15 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, bad: str):
         read_traces(path)
 
 
-def test_the_hybrid_takes_the_draft_that_expects_more():
-    hybrid = SuffixElseNgram(100)
-    for known in ([1], [1, 20, 21, 22, 23]):
-        hybrid.draft([ask_of(known)], max_num_tokens=1)
-    hybrid.check_integrity([KEY])
-    hybrid.release(KEY)
-    hybrid.check_integrity([])
-    (from_past,) = hybrid.draft([ask_of([5, 20, 21])], max_num_tokens=1)
-    assert from_past.token_ids == (22, 23)  # the n-gram drafter knows nothing of it
-    (from_text,) = hybrid.draft([ask_of([1, 2, 3, 4, 5, 1, 2, 3])], max_num_tokens=1)
-    assert from_text.token_ids[:2] == (4, 5)
-
-
-def test_every_arm_gains_on_a_text_that_repeats_itself():
-    text = [*range(10, 22), *range(30, 36)]
-    traces = [trace([1, *text], text * 3), trace([2, *text], text * 3)]
-    for arm in arms(16):
-        figures = replay_arm(arm, traces, num_speculative_tokens=8, clock=Clock())
-        assert figures.num_tokens == 2 * len(text) * 3
-        assert figures.mean_acceptance_length > 3, arm.name
-    assert len({arm.name for arm in arms(16)}) == len(arms(16))
+def test_recorded_drafts_are_eagles_and_what_our_look_ups_find(tmp_path: Path):
+    path = tmp_path / "traces.jsonl"
+    text = [10, 11, 12, 13] * 4
+    path.write_text(line(generated_token_ids=text, acc_eagle={"acc_len": [3, 9] * 8}))
+    recorded, context = recorded_drafts(path, 4)
+    assert recorded["eagle"][0][:2] == [(4, 2), (4, 4)]
+    assert {*recorded} == {"eagle", *LOOK_UPS}
+    assert all(recorded[name][0][8] == (4, 4) for name in ("ngram", "suffix")), "it has said so before"
+    assert context == 1 + len(text) / 2
+    path.write_text(line())
+    with pytest.raises(TraceError, match="a request has no acc_eagle"):
+        recorded_drafts(path, 4)
