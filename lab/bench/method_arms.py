@@ -151,8 +151,6 @@ class Steps:
     num_tokens: int = 0
     num_rounds: int = 0  # verifications, those without a draft included
     num_drafts: int = 0
-    num_draft_tokens: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)  # drafts, by how many of their tokens were accepted
     seconds: Counter[str] = field(default_factory=Counter)  # by part of a step
 
     def add(self, parts: Mapping[str, float], outputs: Sequence[RequestOutput]) -> None:
@@ -162,10 +160,7 @@ class Steps:
         for output in outputs:
             self.num_tokens += len(output.token_ids)
             self.num_rounds += 1
-            self.num_draft_tokens += output.num_draft_tokens
-            if output.num_draft_tokens:
-                self.num_drafts += 1
-                self.accepted[output.num_accepted_tokens] += 1
+            self.num_drafts += output.num_draft_tokens > 0
 
     def plus(self, other: Steps) -> Steps:
         """Return both together."""
@@ -174,11 +169,6 @@ class Steps:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds.total()
-
-    def by_position(self, num_positions: int) -> list[float]:
-        """Return the share of drafts of which so many tokens or more were accepted; [] without drafts."""
-        reached = [sum(self.accepted[most] for most in self.accepted if most > at) for at in range(num_positions)]
-        return [count / self.num_drafts for count in reached] if self.num_drafts else []
 
 
 class OneAtATime:

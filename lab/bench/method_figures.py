@@ -15,6 +15,7 @@ from outrider.lab.bench.arms import Clock
 from outrider.lab.bench.method_arms import DRAFTING, WAITING, MethodArm, Mode, Steps, Tokens, opened
 from outrider.lab.plots import Panel, draw
 from outrider.lab.replay.hindsight import Bound, Hindsight
+from outrider.lab.replay.machine import Walk
 from outrider.lab.report import Machine
 from outrider.lab.same_tokens import Pair, Tally, compare, plain_decoding
 from outrider.verifier_service.messages.engine import StepTime
@@ -28,6 +29,7 @@ SHARES = {  # the parts of a step that each comes from
     "host": ("schedule", "messages", "commit", "ask"),
 }
 RECORDED_TOKENS = 48  # of each prompt
+MAX_WAVES = 4  # of requests that decode together
 HYBRID, TREE = "hybrid", "+tree"
 
 
@@ -51,14 +53,6 @@ class Row:
     def tokens_per_round(self) -> float:
         return self.always.num_tokens / self.always.num_rounds
 
-    @property
-    def drafted(self) -> float | None:
-        return self.always.num_draft_tokens / self.always.num_drafts if self.always.num_drafts else None
-
-    @property
-    def empty(self) -> float:
-        return 1.0 - self.always.num_drafts / self.always.num_rounds
-
     def ratio(self, mode: Mode) -> float:
         return self.steps[mode].tokens_per_s / self.steps[Mode.OFF].tokens_per_s
 
@@ -74,6 +68,7 @@ class MethodsResult:
     title: str
     machine: Machine
     rows: tuple[Row, ...]
+    walks: tuple[Walk, ...]
     bounds: tuple[Bound, ...]
     tally: Tally
 
@@ -145,6 +140,7 @@ def measure(
         f"made {'in a process of their own' if is_far else 'in the verifier'}",
         machine=machine,
         rows=tuple(rows),
+        walks=tuple(Walk.of(name, requests) for name, requests in recorded.items()),
         bounds=bounds,
         tally=compare(pairs, plain_decoding(target)),
     )
@@ -159,10 +155,10 @@ def _row(
     plain: Tokens,
     pairs: list[Pair],
 ) -> Row:
-    """Decode so many requests at a time until every prompt has been one of them; note all tokens in `pairs`."""
+    """Decode so many requests at a time until every prompt has been one, or a few times; note tokens in `pairs`."""
     steps = {mode: Steps() for mode in Mode}
     order = itertools.cycle(range(len(prompts)))
-    for wave in range(-(-len(prompts) // num_requests)):
+    for wave in range(min(MAX_WAVES, -(-len(prompts) // num_requests))):
         own = list(itertools.islice(order, num_requests))
         found, tokens = arm.decode([prompts[index] for index in own], num_steps, f"{num_requests}.{wave}")
         for mode, more in found.items():
@@ -197,7 +193,14 @@ def plot(result: MethodsResult, path: Path) -> None:
         speeds["bound"] = (xs, [bound.per_step for bound in result.bounds])
     shares = {name: (xs, [100 * row.share("verification") for row in own]) for name, own in by_name.items()}
     panels = [
-        Panel(x="requests", y="speed ÷ plain", lines=speeds, ticks=ticks, dashed={"bound"}, bold={priced}),
+        Panel(
+            x="requests",
+            y="speed ÷ plain",
+            lines=speeds,
+            ticks=ticks,
+            dashed=frozenset({"bound"}),
+            bold=frozenset({priced}),
+        ),
         Panel(x="requests", y="verification, % of a step", lines=shares, ticks=ticks),
     ]
     draw(panels, path, title=str(result.machine).partition(";")[0], size=(13, 5))

@@ -7,7 +7,9 @@ speed ÷ off     tokens/s over plain decoding's. A batch decodes in blocks of st
 drafting, ...   shares of a step with drafts in every step. Drafting: the drafter in the verifier's process; waiting:
                 for one in a process of its own; verification: the target's forward; sampling: which tokens stand and
                 which one follows; host: the rest, scheduling, committing and asking
-accepted at i   drafts of which at least i tokens were accepted / drafts
+tokens          committed by a verification, on the way through what was recorded: drafts of every position, 48 of each
+                prompt, greedily
+accepted at i   verifications that accept at least i tokens / all
 drafted, empty  tokens of a draft; verifications without a draft / all
 bound           the same batches played with what was recorded at every position: the best method and length by
                 hindsight (lab/replay/hindsight.py), with the steps and drafts of this run
@@ -30,13 +32,14 @@ import click
 
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import NOTHING, numbers, show_progress
+from outrider.cluster.common.terminal import numbers, show_progress
 from outrider.lab.report import Column, definitions_of, describe_machine, files, markdown_of, number, show_page, write
 
 if TYPE_CHECKING:
     from outrider.cluster.config.service_config import ServiceConfig
     from outrider.lab.bench.method_figures import MethodsResult, Row
     from outrider.lab.replay.hindsight import Bound
+    from outrider.lab.replay.machine import Walk
 
 PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
@@ -112,7 +115,7 @@ def methods(
     except (BenchError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     show_page(page_of(result, given["num_speculative_tokens"]), PLAIN_WIDTH, markdown_file)
-    write(json_file, lambda: document_of(result, given["num_speculative_tokens"]))
+    write(json_file, lambda: document_of(result))
     if plot_file is not None:
         from outrider.lab.bench.method_figures import plot
 
@@ -182,7 +185,8 @@ def _base(
 def page_of(result: MethodsResult, num_positions: int) -> str:
     """Write a table of the methods at each number of requests, and the bound."""
     rows = sorted(result.rows, key=lambda row: row.num_requests)
-    parts = [f"{result.title}; {result.machine}.", "\n".join(markdown_of(columns_of(num_positions), rows))]
+    parts = [f"{result.title}; {result.machine}.", "\n".join(markdown_of(columns_of(), rows))]
+    parts += ["**Acceptance**", _walks(result.walks, num_positions)]
     if result.bounds:
         parts += ["**The bound**", _bounds(result.bounds, result.rows)]
     parts += [
@@ -199,34 +203,35 @@ def _page_of_traces(path: Path, concurrencies: Sequence[int], length: int) -> st
 
     recorded, context = recorded_drafts(path, length)
     hindsight = Hindsight(recorded, PublishedMachine(context, MachineFit()), length)
-    columns = [
-        Column[Walk]("method", lambda walk: walk.name),
-        Column("tokens a verification", lambda walk: f"{walk.num_tokens / walk.num_rounds:.2f}"),
-        _accepted(length, lambda walk: walk.by_position(length)),
-        Column("drafted", lambda walk: number(walk.num_draft_tokens / walk.num_drafts, 1)),
-        Column("empty", lambda walk: number(1 - walk.num_drafts / walk.num_rounds, 0, 100, " %")),
-    ]
     walks = [Walk.of(name, requests) for name, requests in recorded.items()]
     bounds = [hindsight.bound(count) for count in concurrencies]
-    return "\n\n".join([path.name, "\n".join(markdown_of(columns, walks)), _bounds(bounds)])
+    return "\n\n".join([path.name, _walks(walks, length), _bounds(bounds)])
 
 
-def _accepted(num_positions: int, shares: Callable[[Any], Sequence[float]]) -> Column[Any]:
+def _walks(walks: Sequence[Walk], num_positions: int) -> str:
     positions = ", ".join(str(at + 1) for at in range(num_positions))
-    return Column(
-        f"accepted at {positions} (%)", lambda row: " ".join(number(one, 0, 100) for one in shares(row)) or NOTHING
-    )
+    columns = [
+        Column[Walk]("method", lambda walk: walk.name),
+        Column("tokens", lambda walk: f"{walk.num_tokens / walk.num_rounds:.2f}"),
+        Column(
+            f"accepted at {positions} (%)",
+            lambda walk: " ".join(number(one, 0, 100) for one in walk.by_position(num_positions)),
+        ),
+        Column("drafted", lambda walk: number(walk.num_draft_tokens / max(1, walk.num_drafts), 1)),
+        Column("empty", lambda walk: number(1 - walk.num_drafts / walk.num_rounds, 0, 100, " %")),
+    ]
+    return "\n".join(markdown_of(columns, walks))
 
 
-def document_of(result: MethodsResult, num_positions: int) -> dict[str, Any]:
+def document_of(result: MethodsResult) -> dict[str, Any]:
     """Return the page's cells for programs."""
-    columns = columns_of(num_positions)
+    columns = columns_of()
     rows = [{column.heading: column.cell(row) for column in columns} for row in result.rows]
     return {"machine": str(result.machine), "rows": rows, "bounds": [asdict(bound) for bound in result.bounds]}
 
 
-def columns_of(num_positions: int) -> list[Column[Row]]:
-    """Return the columns for drafts of so many tokens."""
+def columns_of() -> list[Column[Row]]:
+    """Return the columns of a table of methods at their loads."""
     from outrider.lab.bench.method_arms import Mode
     from outrider.lab.bench.method_figures import SHARES
 
@@ -242,9 +247,6 @@ def columns_of(num_positions: int) -> list[Column[Row]]:
         Column("ms a step", lambda row: number(row.step_s, 1, 1e3)),
         *(share(name) for name in SHARES),
         Column("tokens a step", lambda row: number(row.tokens_per_round, 2)),
-        _accepted(num_positions, lambda row: row.always.by_position(num_positions)),
-        Column("drafted", lambda row: number(row.drafted, 1)),
-        Column("empty", lambda row: number(row.empty, 0, 100, " %")),
     ]
 
 
@@ -253,8 +255,11 @@ def _bounds(bounds: Sequence[Bound], rows: Sequence[Row] = ()) -> str:
     from outrider.lab.bench.method_figures import best_of
 
     columns = [Column[Any]("requests", lambda bound: str(bound.num_requests))]
-    for mode in (Mode.ALWAYS, Mode.PRICED) if rows else ():
-        columns.append(Column(f"measured: {mode}", lambda bound, mode=mode: best_of(rows, bound.num_requests, mode)))
+    if rows:
+        columns += [
+            Column("measured: always", lambda bound: best_of(rows, bound.num_requests, Mode.ALWAYS)),
+            Column("measured: priced", lambda bound: best_of(rows, bound.num_requests, Mode.PRICED)),
+        ]
     columns += [
         Column("fixed", lambda bound: f"{bound.fixed:.2f} ({bound.fixed_name})"),
         Column("per request", lambda bound: f"{bound.per_request:.2f}"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -149,10 +150,10 @@ class Hindsight:
         """Play with what each step does best: the most tokens, less its seconds at the rate that comes of it."""
         rate = plain
         for _ in range(NUM_ROUNDS):
-            rate = self._play(num_requests, lambda places, _, rate=rate: self._best_step(places, sets, rate))
+            rate = self._play(num_requests, partial(self._best_step, sets, rate))
         return rate
 
-    def _best_step(self, places: Ints, sets: Sequence[tuple[int, ...]], rate: float) -> Drafts:
+    def _best_step(self, sets: Sequence[tuple[int, ...]], rate: float, places: Ints, _: Ints) -> Drafts:
         nothing = _cut(places, 0, 0, self._max_length)
         best, most = nothing, -rate * self._seconds(nothing)
         for methods in sets:

@@ -78,8 +78,8 @@ class PublishedMachine:
     def draft_s(self, method: str, num_requests: int, longest: int) -> float:
         num_tokens, context = num_requests * longest, num_requests * self.context
         forward_s = self.fit.forward_s(np.array([float(num_requests + num_tokens)]), context)
-        by_kind = (np.array([num_tokens * is_own]) for is_own in (method == EAGLE, method != EAGLE))
-        return float(self.fit.draft_s(forward_s, *by_kind, context)[0])
+        eagle, look_ups = (np.array([num_tokens * is_own]) for is_own in (method == EAGLE, method != EAGLE))
+        return float(self.fit.draft_s(forward_s, eagle, look_ups, context)[0])
 
 
 def recorded_drafts(path: Path, length: int) -> tuple[Recorded, float]:
