@@ -211,7 +211,7 @@ def _page_of_traces(path: Path, concurrencies: Sequence[int], length: int) -> st
 def _walks(walks: Sequence[Walk], num_positions: int) -> str:
     positions = ", ".join(str(at + 1) for at in range(num_positions))
     columns = [
-        Column[Walk]("method", lambda walk: walk.name),
+        Column[Any]("method", lambda walk: walk.name),
         Column("tokens", lambda walk: f"{walk.num_tokens / walk.num_rounds:.2f}"),
         Column(
             f"accepted at {positions} (%)",
