@@ -1,6 +1,6 @@
 """A target with an EAGLE-3 head far away: a drafter process behind the real link servicer, a verifier engine here.
 
-python -m exactness.remote_states         round trip and bytes per round of the embedded target, by transport
+python -m exactness.remote_states         round trip, bytes per round and parts of a step of the embedded target
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
+from outrider.lab.bench.method_arms import DRAFTING, MESSAGES, WAITING, TimedClient
+from outrider.lab.bench.profile import PhaseClock
 from outrider.verifier_service.drafting.asking import CoordinatorConfig
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -269,8 +271,10 @@ class Colocated:
         spec = verifier_spec(target, head, **options)
         runner = ParallelRunner(load_rank(spec.model, RankSpec(rank=0, size=1, folder=target))[0], [])
         local, attach = open_local_drafter(head_spec(target, head), runner, None)
-        self.client = WatchedClient(local)
-        self.engine = build_patient_engine(runner, spec, self.client)
+        self.client, self.phases = WatchedClient(local), PhaseClock(time.perf_counter)
+        self.phases.begin()
+        self.engine = build_patient_engine(runner, spec, TimedClient(self.client, self.phases.end, DRAFTING))
+        self.engine.on_phase = self.phases.end
         attach(self.engine)
 
     def run(self, requests: Sequence[GenerationRequest]) -> Run:
@@ -278,6 +282,7 @@ class Colocated:
         for request in requests:
             assert self.engine.add(request) is None
         while self.engine.has_work():
+            self.phases.begin()
             for output in self.engine.step() or []:
                 run.add(output)
         return run
@@ -299,8 +304,10 @@ class RemoteVerifier:
         runner = ParallelRunner(load_rank(spec.model, RankSpec(rank=0, size=1, folder=target))[0], [])
         self.relay = RelayDraftClient(lambda route: self._open_sender(route, limits), make_ways=ByChannel)
         self.senders: list[TensorSender] = []
-        self.client = WatchedClient(self.relay)
-        self.engine = build_patient_engine(runner, spec, self.client)
+        self.client, self.phases = WatchedClient(self.relay), PhaseClock(time.perf_counter)
+        self.phases.begin()
+        self.engine = build_patient_engine(runner, spec, TimedClient(self.client, self.phases.end, MESSAGES))
+        self.engine.on_phase = self.phases.end
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -357,7 +364,10 @@ class RemoteVerifier:
         self._loop.call_soon_threadsafe(self._pool.send, self.relay.take_outbox())
         if outputs is None:
             self._take_in(min(patience_s, self.engine.idle_s() or patience_s))
-        return outputs or []
+            self.phases.end(WAITING)
+            return []
+        self.phases.begin()
+        return outputs
 
     def _take_in(self, patience_s: float) -> None:
         with contextlib.suppress(queue.Empty):
@@ -415,14 +425,31 @@ def measure() -> None:
             drafter = stack.enter_context(drafting(target, head, transports))
             verifiers[name] = stack.enter_context(verifying(target, head, transports))
             verifiers[name].connect(drafter)
+        near = Colocated(target, head)
         for prompt_length, num_requests in ((16, 1), (16, 8), (400, 1)):
             figures: dict[str, list[float]] = {name: [] for name in verifiers}
             for repeat in range(NUM_REPEATS):  # in turns: whatever else the machine does hits both
                 for name, verifier in verifiers.items():
                     trips = _measure(name, verifier, prompt_length, num_requests, repeat)
                     figures[name] += trips if repeat else []
+            for name, each in (("one process", near), *verifiers.items()):
+                sys.stdout.write(f"  {name}: {_parts(each, prompt_length, num_requests)}\n")
             for name, trips in figures.items():
                 sys.stdout.write(f"  {name}: median {1e3 * statistics.median(trips):.2f} ms of {len(trips)} rounds\n")
+
+
+def _parts(verifier: Colocated | RemoteVerifier, prompt_length: int, num_requests: int) -> str:
+    """Say what a decoding step takes by part, in ms, while all requests run."""
+    rng = torch.Generator().manual_seed(prompt_length)
+    prompts = torch.randint(3, 2000, (num_requests, prompt_length), generator=rng).tolist()
+    verifier.phases.steps.clear()
+    verifier.phases.begin()
+    verifier.run([request(f"parts-{i}", prompt, max_tokens=48) for i, prompt in enumerate(prompts)])
+    steps = [step for step in verifier.phases.steps if "forward" in step][2:]  # the first ones read prompts
+    total: collections.Counter[str] = collections.Counter()
+    for step in steps:
+        total.update(step)
+    return ", ".join(f"{part} {1e3 * seconds / len(steps):.2f}" for part, seconds in total.items()) + " ms a step"
 
 
 def _measure(name: str, verifier: RemoteVerifier, prompt_length: int, num_requests: int, repeat: int) -> list[float]:
