@@ -215,7 +215,7 @@ def _walks(walks: Sequence[Walk], num_positions: int) -> str:
         Column("tokens", lambda walk: f"{walk.num_tokens / walk.num_rounds:.2f}"),
         Column(
             f"accepted at {positions} (%)",
-            lambda walk: " ".join(number(one, 0, 100) for one in walk.by_position(num_positions)),
+            lambda walk: " ".join(f"{100 * share:.0f}" for share in walk.by_position(num_positions)),
         ),
         Column("drafted", lambda walk: number(walk.num_draft_tokens / max(1, walk.num_drafts), 1)),
         Column("empty", lambda walk: number(1 - walk.num_drafts / walk.num_rounds, 0, 100, " %")),

@@ -63,6 +63,22 @@ class WallClock:
             pass
 
 
+class ProcessorClock:
+    """The processor's time of this thread, which alone computes; a wait takes what is waited for and no processor.
+
+    So the host's work counts and what else the machine does is left out: for what runs in one process.
+    """
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def now_s(self) -> float:
+        return time.thread_time() + self._waited_s
+
+    def wait_until(self, at_s: float) -> None:
+        self._waited_s += max(0.0, at_s - self.now_s())
+
+
 class VirtualClock:
     """One that goes on when somebody waits."""
 
