@@ -29,7 +29,7 @@ SHARES = {  # the parts of a step that each comes from
     "host": ("schedule", "messages", "commit", "ask"),
 }
 RECORDED_TOKENS = 48  # of each prompt
-MAX_WAVES = 4  # of requests that decode together
+MAX_WAVES = 2  # of requests that decode together
 HYBRID, TREE = "hybrid", "+tree"
 
 

@@ -128,7 +128,7 @@ def _measured(*, methods: tuple[str, ...] | None, num_tree_nodes: int, is_far: b
     from outrider.lab.bench.method_figures import measure
 
     checkpoints = known_checkpoints(given["model"], given.pop("checkpoints"))
-    sizes = {name: given.pop(name) for name in ("concurrencies", "num_steps")}
+    sizes = {"concurrencies": given["concurrencies"], "num_steps": given.pop("num_steps")}
     with _base(**given) as (base, prompts):
         configs = method_configs(methods, base, checkpoints, num_tree_nodes=num_tree_nodes, is_far=is_far)
         with show_progress(len(configs) * (1 + len(sizes["concurrencies"]))) as on_run:
@@ -151,7 +151,13 @@ def _clock(is_far: bool) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def _base(
-    *, model: str | None, num_speculative_tokens: int, inflate: float | None, dtype: str, num_prompts: int
+    *,
+    model: str | None,
+    concurrencies: Sequence[int],
+    num_speculative_tokens: int,
+    inflate: float | None,
+    dtype: str,
+    num_prompts: int,
 ) -> Iterator[tuple[ServiceConfig, list[tuple[int, ...]]]]:
     """Settle the target and its prompts; an inflated one is there until the end."""
     from outrider.cluster.config.known_models import is_embedded
@@ -165,8 +171,7 @@ def _base(
         model=model,
         num_speculative_tokens=num_speculative_tokens,
         dtype=dtype,
-        max_num_seqs=256,
-        enable_prefix_caching=False,
+        max_num_seqs=max(*concurrencies, num_prompts),
         seed=0,
     )
     target = config.verifier_spec.model
