@@ -220,7 +220,7 @@ def _walks(walks: Sequence[Walk], num_positions: int) -> str:
         Column("tokens", lambda walk: f"{walk.num_tokens / walk.num_rounds:.2f}"),
         Column(
             f"accepted at {positions} (%)",
-            lambda walk: " ".join(f"{100 * share:.0f}" for share in walk.by_position(num_positions)),
+            lambda walk: _percent(walk.by_position(num_positions)),
         ),
         Column("drafted", lambda walk: number(walk.num_draft_tokens / max(1, walk.num_drafts), 1)),
         Column("empty", lambda walk: number(1 - walk.num_drafts / walk.num_rounds, 0, 100, " %")),
@@ -233,6 +233,10 @@ def document_of(result: MethodsResult) -> dict[str, Any]:
     columns = columns_of()
     rows = [{column.heading: column.cell(row) for column in columns} for row in result.rows]
     return {"machine": str(result.machine), "rows": rows, "bounds": [asdict(bound) for bound in result.bounds]}
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares)
 
 
 def columns_of() -> list[Column[Row]]:
