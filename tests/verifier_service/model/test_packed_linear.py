@@ -124,9 +124,10 @@ def test_fp8_products_are_those_of_the_rounded_sides(shape, device):
 
 
 def test_fp8_has_a_scale_for_each_row():
-    codes, scales = to_fp8(torch.tensor([[448.0, 1.0, -0.3], [0.0, 0.0, 0.0], [7.0, 3.5, 0.0]]))
+    codes, scales = to_fp8(torch.tensor([[448.0, 1.0, -0.3], [0.0, 0.0, 0.0], [7e-4, 3.5e-4, 0.0]]))
     assert codes[0].float().tolist() == [448.0, 1.0, -0.3125]
-    assert (codes[2].float() * scales[2]).tolist() == [7.0, 3.5, 0.0]
+    assert codes[2].float().tolist() == [448.0, 224.0, 0.0]
+    torch.testing.assert_close(scales[2], torch.tensor([7e-4 / 448]))
     assert not codes[1].float().any()
 
 
