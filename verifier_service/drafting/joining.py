@@ -37,7 +37,7 @@ def joining_until_s(
 
     `due` gives a held request's expected draft; None: unknown.
     """
-    held = [draft for request in running if (draft := due(request)) is not None]
+    held = [one for request in running if request.hold_until_s is not None and (one := due(request)) is not None]
     if not held:
         return None
     ready = [request for request in (*running, *waiting) if request.hold_until_s is None]

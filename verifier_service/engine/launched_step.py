@@ -73,7 +73,7 @@ class LaunchedStep:
 
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
         """Return the step's shape for pricing, without the tokens of void or finished requests."""
-        num_tokens = sum(outcome.item.num_new_tokens for outcome in outcomes)
+        num_tokens = sum([outcome.item.num_new_tokens for outcome in outcomes])
         return StepShape(num_tokens, sum(self.schedule.batch.context_lengths))
 
     def counting(self, requests: Mapping[str, Request]) -> list[ScheduledRequest]:

@@ -21,7 +21,7 @@ from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) -> list[int] | None:
     """Return the rows that tokens are sampled from, without the rows of prompts and masks; None: all rows."""
-    if all(item.num_prompt_rows == 0 and item.masks is None for item in items):
+    if not [item for item in items if item.num_prompt_rows or item.masks is not None]:
         return None
     return [
         row + item.num_prompt_rows + offset

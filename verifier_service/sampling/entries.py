@@ -69,8 +69,9 @@ def rows_of_members(entries: Sequence[VerificationEntry], members: Sequence[int]
 
 def edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
     """Return the edits of the entries that have any, with their first rows."""
-    if all(entry.edits is None for entry in entries):
+    if not [entry for entry in entries if entry.edits is not None]:
         return []
-    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
     starts = first_rows(entries)
-    return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
+    found = [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
+    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
+    return found
