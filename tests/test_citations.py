@@ -2,7 +2,7 @@
 
 Prose is a Markdown page, a docstring, a comment, the help of an option. These are citations: a path or a name with a
 suffix that files here have (`deploy/serve.yaml`, `step_price.py`), a folder (`cluster/router`), a module and a name in
-it (`outrider.cluster.app:build_app`, `SLOW` in draft_pricing.py), a page and a heading (docs/architecture.md, "Words").
+it (`outrider.cluster.app:build_app`, `SLOW` in step_lessons.py), a page and a heading (docs/architecture.md, "Words").
 """
 
 from __future__ import annotations

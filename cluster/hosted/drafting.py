@@ -228,7 +228,7 @@ class HostedDrafting:
         self._wait()
         self._waited_s = self._clock() - asked_s
         self._last_ids = {row.request_id for row in rows}
-        drafts = [self._hand_out(request) for request in requests]
+        drafts = self._hand_out(requests)
         self._ended_s = self._clock()
         return drafts
 
@@ -336,23 +336,24 @@ class HostedDrafting:
         """Return whether one of the new tokens ends the request, as the engine will report later."""
         return not self._stop_token_ids[request.request_id].isdisjoint(request.token_ids[-num_new_tokens:])
 
-    def _hand_out(self, request: Request) -> list[int]:
-        draft, request.draft = request.draft, None
-        if draft is None:
-            return []
-        # a drafter's vocabulary may be padded beyond the engine's, which has no embedding for such a token; a point
-        # mass may be cut by its value
-        num_known = sum(
-            1 for _ in itertools.takewhile(lambda token_id: token_id < self._config.vocab_size, draft.token_ids)
-        )
-        draft = first_nodes(draft, max_nodes=num_known, max_depth=num_known)
-        if not draft.token_ids:
-            return []
-        draft = self.pricing.admit(request, draft)
-        if not draft.token_ids:
-            return []
-        self._drafts[request.request_id] = draft
-        return list(draft.token_ids)
+    def _hand_out(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return the tokens that the engine is to verify of each request's draft."""
+        known = [(request, self._known_part(request.draft)) for request in requests if request.draft is not None]
+        drafts = self.pricing.admit_all([(request, draft) for request, draft in known if draft.token_ids])
+        self._drafts |= {draft.request_id: draft for draft in drafts if draft.token_ids}
+        handed = {draft.request_id: list(draft.token_ids) for draft in drafts}
+        for request in requests:
+            request.draft = None
+        return [handed.get(request.request_id, []) for request in requests]
+
+    def _known_part(self, draft: Draft) -> Draft:
+        """Return a draft up to the first token that the engine has no embedding for.
+
+        A drafter's vocabulary may be padded beyond the engine's; a point mass may be cut by its value.
+        """
+        known = itertools.takewhile(lambda token_id: token_id < self._config.vocab_size, draft.token_ids)
+        num_known = sum(1 for _ in known)
+        return first_nodes(draft, max_nodes=num_known, max_depth=num_known)
 
     def _send(self) -> None:
         if relays := self._relays.take_outbox():

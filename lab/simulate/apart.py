@@ -182,8 +182,7 @@ class PlayedVerifier(PlayedEngine):
         if self._plan.is_off:
             return 0.0
         decoding = [request for request in self.scheduler.running if request.is_decoding]
-        for request in decoding:
-            length = self._ask(request)
+        for request, length in zip(decoding, self._ask(decoding), strict=True):
             request.draft = draft_of(request, length) if length else None
         self._pricing.learn()
         longest = max((len(request.draft.token_ids) for request in decoding if request.draft), default=0)

@@ -15,7 +15,7 @@ from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.offer import Ask, PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
@@ -142,7 +142,8 @@ class PricedLengths:
 
     def ask(self, rows: Sequence[Row]) -> list[int]:
         self._asked = [self._request(row) for row in rows]
-        lengths = [self._length(request) for request in self._asked]
+        asked = self._pricing.ask_all([self._ask_of(request) for request in self._asked])
+        lengths = [one.length for one in asked]
         self._pricing.learn()
         self._drafts = [None] * len(rows)
         return lengths
@@ -160,17 +161,15 @@ class PricedLengths:
         request.plan = row.plan
         return request
 
-    def _length(self, request: Request) -> int:
+    def _ask_of(self, request: Request) -> Ask:
         drafter_id = request.plan.drafter_id
-        bound = 0 if drafter_id is None else request.plan.draft_length
-        return self._pricing.ask(request, drafter_id or "", bound).length
+        return Ask(request, drafter_id or "", 0 if drafter_id is None else request.plan.draft_length)
 
     def admit(self, lengths: Sequence[int]) -> list[int]:
-        for place, (request, length) in enumerate(zip(self._asked, lengths, strict=True)):
-            if length:
-                draft = Draft(request_id=request.request_id, round_id=0, position=0, token_ids=(0,) * length)
-                draft = self._pricing.admit(request, draft)
-                self._drafts[place] = draft if draft.token_ids else None
+        asked = [(place, request, lengths[place]) for place, request in enumerate(self._asked) if lengths[place]]
+        drafts = [(request, _draft(request, length)) for _, request, length in asked]
+        for (place, *_), draft in zip(asked, self._pricing.admit_all(drafts), strict=True):
+            self._drafts[place] = draft if draft.token_ids else None
         return [0 if draft is None else len(draft.token_ids) for draft in self._drafts]
 
     def end_round(self, seen: RoundSeen) -> None:
@@ -189,6 +188,10 @@ class PricedLengths:
     def forget(self, number: int) -> None:
         if (request := self._requests.pop(number, None)) is not None:
             self._pricing.forget(request.request_id)
+
+
+def _draft(request: Request, length: int) -> Draft:
+    return Draft(request_id=request.request_id, round_id=0, position=0, token_ids=(0,) * length)
 
 
 def _outcome(request: Request, draft: Draft | None, num_accepted: int, num_committed: int) -> Outcome:

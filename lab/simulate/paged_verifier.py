@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.offer import Ask, PricedStep
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
@@ -68,10 +68,11 @@ class PlayedEngine:
         )
         self.scheduler = Scheduler(config, pool, self._pricing)
 
-    def _ask(self, request: Request) -> int:
-        """Ask for a draft's length. No position of it lies behind the last but one token."""
-        bound = min(self._plan.draft_length, request.sampling.max_tokens - request.num_output_tokens - 1)
-        return self._pricing.ask(request, DRAFTER_ID, bound).length
+    def _ask(self, requests: Sequence[Request]) -> list[int]:
+        """Ask for drafts' lengths. No position of one lies behind the last but one token."""
+        bounds = [min(self._plan.draft_length, one.sampling.max_tokens - one.num_output_tokens - 1) for one in requests]
+        asks = [Ask(request, DRAFTER_ID, bound) for request, bound in zip(requests, bounds, strict=True)]
+        return [asked.length for asked in self._pricing.ask_all(asks)]
 
     def _end_step(self, schedule: Schedule, outcomes: Sequence[Outcome], exposed_s: float) -> float:
         """Price and commit a step that has waited `exposed_s` for drafts; return how long it took beside that."""
@@ -167,7 +168,7 @@ class PagedVerifier(PlayedEngine):
         """Give the decoding requests their drafts; return how the round runs."""
         speculating = () if self._plan.is_off else self.scheduler.running
         decoding = [request for request in speculating if request.num_tokens - request.num_computed_tokens == 1]
-        lengths = [self._ask(one) for one in decoding]
+        lengths = self._ask(decoding)
         self._pricing.learn()
         context = sum(request.num_tokens for request in decoding)
         longest = max(lengths, default=0)

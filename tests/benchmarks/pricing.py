@@ -26,7 +26,7 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.offer import Ask, PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
 
@@ -109,12 +109,13 @@ class PricedBatch:
     def step(self) -> None:
         """Ask for drafts, price the last step, cut the drafts, verify what is left."""
         begin_s = self._clock()
-        lengths = [self._ask(request) for request in self._requests]
+        asks = [Ask(request, DRAFTER_ID, request.plan.draft_length) for request in self._requests]
+        lengths = [asked.length for asked in self._pricing.ask_all(asks)]
         self.timings.ask_s += self._clock() - begin_s
         self._learn(is_drafting=all(lengths))
         asked = [(request, self._draft(request, n)) for request, n in zip(self._requests, lengths, strict=True) if n]
         begin_s = self._clock()
-        drafts = {request.request_id: self._pricing.admit(request, draft) for request, draft in asked}
+        drafts = {draft.request_id: draft for draft in self._pricing.admit_all(asked)}
         self.timings.cut_s += self._clock() - begin_s
         schedule = _schedule(self._requests, drafts)
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]
@@ -134,9 +135,6 @@ class PricedBatch:
             self.timings.meanwhile_s += elapsed_s
         else:
             self.timings.learn_s += elapsed_s
-
-    def _ask(self, request: Request) -> int:
-        return self._pricing.ask(request, DRAFTER_ID, request.plan.draft_length).length
 
     def _draft(self, request: Request, length: int) -> Draft:
         confidences = tuple(self._rng.uniform(0.2, 1.0) for _ in range(length))

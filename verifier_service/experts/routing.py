@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
 
@@ -50,7 +51,7 @@ class ExpertRouting:
         return torch.topk(probs, num_active, dim=-1, out=(weights, kept))
 
     @torch.inference_mode()
-    def count(self, tokens: Sequence[int], num_tokens: int) -> list[float] | None:
+    def count(self, tokens: Sequence[int], num_tokens: int) -> NDArray[np.float64] | None:
         """Count the committed ones of the last step's `num_tokens` packed tokens.
 
         Now and then, return the expected shares of experts that 0, 1, 2 … tokens read, the mean over layers.
@@ -82,5 +83,5 @@ class ExpertRouting:
             self._num_tokens *= 0.5
 
 
-def _interpolated(shares: torch.Tensor) -> list[float]:
-    return np.interp(np.arange(POINTS[-1] + 1), POINTS, shares.numpy()).tolist()
+def _interpolated(shares: torch.Tensor) -> NDArray[np.float64]:
+    return np.interp(np.arange(POINTS[-1] + 1), POINTS, shares.numpy())

@@ -11,8 +11,12 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
@@ -22,7 +26,7 @@ FADE = 0.98  # per step: a memory of about 50
 # Weight of the prior of each factor, in steps: one for the profile's times, which were measured, and a tenth for slope,
 # context and contention, which the profile does not tell. A hundredth for experts: where few are taken, their share
 # hardly varies, and a stronger prior would be taken for the steps' own time.
-PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.01)
+PRIOR_STEPS = np.array([1.0, 0.1, 0.1, 0.1, 0.01])
 CONTEXT_UNIT = 1 << 14  # KV positions that take about as long to read as the weights, as a guess
 NUM_SPREADS = 3.0  # times their usual size, beyond which residuals count linearly
 # The usual relative residual: at least a fiftieth, or every step of a quiet machine would be an outlier; at first a
@@ -32,8 +36,11 @@ SPREAD_SMOOTHING = 0.1  # share of the last residual: after ten steps a noisy ma
 MIN_SCALE = 0.02  # clamp: a step without time would make every draft free
 BEYOND = 1.25  # times the largest known shape, from which steps count as extrapolated: contexts grow with every token
 
+SCALE, SLOPE, CONTEXT, DRAFTING, EXPERTS = range(5)  # the factors
+Floats = NDArray[np.float64]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class StepTimeModel:
     """Step time t(n) in seconds: piecewise linear, never falling, extrapolated by the last slope.
 
@@ -69,21 +76,18 @@ class StepTimeModel:
         left = bisect_right(self.num_tokens, num_tokens) - 1
         return self.seconds[left] + (num_tokens - self.num_tokens[left]) * self._segment_slope(left)
 
-    def times(self, first: int, count: int) -> list[float]:
-        """Return t(first), t(first + 1) … `count` values: one walk instead of `count` searches."""
-        times: list[float] = []
-        n, stop = first, first + count
-        while n < stop and n <= self.num_tokens[0]:
-            times.append(self.seconds[0])
-            n += 1
-        while n < stop:
-            left = bisect_right(self.num_tokens, n) - 1
-            is_last = left + 1 >= len(self.num_tokens)
-            end = stop if is_last else min(stop, self.num_tokens[left + 1])
-            begin_n, begin_s, slope = self.num_tokens[left], self.seconds[left], self._segment_slope(left)
-            times.extend([begin_s + (m - begin_n) * slope for m in range(n, end)])
-            n = end
-        return times
+    def times(self, first: int, count: int) -> Floats:
+        """Return t(first), t(first + 1) … `count` values: looked up, for all but the first time."""
+        stop, size = first + count, len(self._table)
+        if stop <= size:
+            return self._table[first:stop]
+        beyond = np.arange(max(first, size), stop) - self.num_tokens[-1]
+        return np.concatenate((self._table[first:], self.seconds[-1] + beyond * self.tail_slope))
+
+    @cached_property
+    def _table(self) -> Floats:
+        """t(0) … t(n) for the last known n."""
+        return np.interp(np.arange(self.num_tokens[-1] + 1), self.num_tokens, self.seconds)
 
     def slope(self, num_tokens: int) -> float:
         """Return what one more token adds to a step over `num_tokens`, in seconds."""
@@ -156,23 +160,21 @@ class CostModel:
 
     def use_profile(self, profile: StepTimeModel) -> None:
         """Go by another profile; what was learnt of the steps beside the last one is dropped."""
-        experts, context = self.experts, self._context
+        context = self._context
         self._profile = profile
-        self._num_factors = 4 if experts is None else 5
-        self._prior = [1.0] + [0.0] * (self._num_factors - 1)  # of each factor, worth `_prior_steps`
-        self._prior_steps = list(PRIOR_STEPS)
+        num_factors = EXPERTS + (self.experts is not None)
+        self._prior = np.eye(num_factors)[SCALE]  # of each factor, worth `_prior_steps`
+        self._prior_steps = PRIOR_STEPS[:num_factors].copy()
         if context is not None:
-            self._prior[2] = context.seconds * CONTEXT_UNIT / profile.seconds[0]
-            self._prior_steps[2] = PRIOR_STEPS[0]
-        self._factors = list(self._prior)
-        self._gram = [[0.0] * self._num_factors for _ in range(self._num_factors)]
-        self._moment = [0.0] * self._num_factors
+            self._prior[CONTEXT] = context.seconds * CONTEXT_UNIT / profile.seconds[0]
+            self._prior_steps[CONTEXT] = PRIOR_STEPS[SCALE]
+        self._gram, self._moment = np.zeros((num_factors, num_factors)), np.zeros(num_factors)
+        self._use_factors(self._prior)
         self._spread = FIRST_SPREAD
         self._context_tokens = 0.0  # of the last step
         self._max_tokens = profile.num_tokens[-1]
         # profiled sequences have one token each, but for those that the context was measured with
         self._max_context_tokens = max(profile.num_tokens[-1], 0 if context is None else context.num_tokens)
-        self._last, self._last_s = profile.num_tokens[-1], profile.seconds[-1]
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Take in how long a step took; what is no time is left out."""
@@ -182,32 +184,46 @@ class CostModel:
         self._max_context_tokens = max(self._max_context_tokens, shape.num_context_tokens)
         self._context_tokens = shape.num_context_tokens
         base_s = self._profile.t(shape.num_tokens)
-        row = [term / base_s for term in self._terms(shape, base_s)]
-        residual = abs(seconds / base_s - sum(f * x for f, x in zip(self._factors, row, strict=True)))
+        row = self._terms(shape, base_s) / base_s
+        residual = abs(seconds / base_s - float(self._factors @ row))
         usual = NUM_SPREADS * self._spread
         weight = min(1.0, usual / residual) if residual > 0.0 else 1.0
         clipped = min(residual, 1.5 * usual)
         self._spread = max(MIN_SPREAD, self._spread + SPREAD_SMOOTHING * (clipped - self._spread))
-        for i, x in enumerate(row):
-            self._moment[i] = FADE * self._moment[i] + weight * x * seconds / base_s
-            self._gram[i] = [FADE * g + weight * x * other for g, other in zip(self._gram[i], row, strict=True)]
-        self._factors = self._solved()
+        weighted = weight * row
+        self._moment = FADE * self._moment + weighted * (seconds / base_s)
+        self._gram = FADE * self._gram + weighted[:, None] * row
+        self._use_factors(self._solved())
 
     def seconds(self, shape: StepShape) -> float:
         """Return the expected time of a step."""
-        return self._fixed_s(shape) + self._token_times(shape.num_tokens, 1, self._scale(shape.is_drafting))[0]
+        count, last = shape.num_tokens, self._profile.num_tokens[-1]
+        scale = self._scale + self._drafting * shape.is_drafting
+        seconds = scale * self._profile.t(count) + self._context_s * shape.num_context_tokens
+        if count > last:
+            seconds += self._more_slope(scale) * (count - last)
+        return seconds if self.experts is None else seconds + float(self._experts_s(count))
 
-    def seconds_with(self, shape: StepShape, count: int) -> list[float]:
+    def seconds_with(self, shape: StepShape, count: int) -> Floats:
         """Return the times of a step with 0, 1 … `count` more tokens, whose sequences are in it already."""
-        fixed_s = self._fixed_s(shape)
-        times = self._token_times(shape.num_tokens, count + 1, self._scale(shape.is_drafting))
-        return [fixed_s + seconds for seconds in times]
+        first, last = shape.num_tokens, self._profile.num_tokens[-1]
+        scale = self._scale + self._drafting * shape.is_drafting
+        times = scale * self._profile.times(first, count + 1) + self._context_s * shape.num_context_tokens
+        if first + count > last:
+            times = times + self._more_slope(scale) * np.maximum(0, np.arange(first, first + count + 1) - last)
+        return times if self.experts is None else times + self._experts_s(np.arange(first, first + count + 1))
 
-    def best_length(self, shape: StepShape, survivals: Sequence[float]) -> int:
-        """Return how many more tokens of these chances make a step of one token a sequence bring most per second."""
-        seconds = self.seconds_with(shape, len(survivals))
-        tokens = list(itertools.accumulate(survivals, initial=float(shape.num_tokens)))
-        return max(range(len(seconds)), key=lambda count: tokens[count] / seconds[count])
+    def best_length(self, shape: StepShape, survivals: ArrayLike) -> NDArray[np.intp]:
+        """Return how many more tokens of these chances make a step of one token a sequence bring most per second.
+
+        Of rows of chances that each row's step would have alone: [..., length]; 0: no token.
+        """
+        chances = np.asarray(survivals, np.float64)
+        seconds = self.seconds_with(shape, chances.shape[-1])
+        tokens = shape.num_tokens + np.add.accumulate(chances, axis=-1)
+        with_none = np.full((*tokens.shape[:-1], 1), float(shape.num_tokens))
+        rates = np.concatenate((with_none, tokens), axis=-1) / seconds
+        return rates.argmax(axis=-1)
 
     def is_extrapolating(self, shape: StepShape) -> bool:
         """Return whether a step is a quarter larger than all that was profiled or has run, or larger still."""
@@ -220,83 +236,54 @@ class CostModel:
 
         Infinity when it never is.
         """
-        counts = self._profile.num_tokens
-        fixed_s = self._fixed_s(StepShape(counts[-1], int(self._context_tokens)))
-        scale = self._scale(is_drafting=False)
-        times = [scale * seconds for seconds in self._profile.seconds]
-        seconds = tuple([fixed_s + time_s for time_s in self._with_experts(times, counts)])
-        return StepTimeModel(counts, seconds, self._tail_slope(scale)).knee()
+        counts, profile = self._profile.num_tokens, self._profile
+        shapes = [StepShape(count, int(self._context_tokens)) for count in counts]
+        tail_slope = self._scale * profile.tail_slope + self._more_slope(self._scale)
+        return StepTimeModel(counts, tuple(map(self.seconds, shapes)), tail_slope).knee()
 
-    def _scale(self, is_drafting: bool) -> float:
-        return self._factors[0] + self._factors[3] * is_drafting
+    def _more_slope(self, scale: float) -> float:
+        """Return the seconds per token beyond the profile, more than it says."""
+        profile, slope = self._profile, float(self._factors[SLOPE])
+        return max(-scale * profile.tail_slope, slope * profile.seconds[-1] / profile.num_tokens[-1])
 
-    def _tail_slope(self, scale: float) -> float:
-        """Return the seconds per token beyond the profile."""
-        return max(0.0, scale * self._profile.tail_slope + self._factors[1] * self._last_s / self._last)
-
-    def _terms(self, shape: StepShape, base_s: float) -> list[float]:
+    def _terms(self, shape: StepShape, base_s: float) -> Floats:
         """Return what the factors multiply, in seconds; the profile's time of such a step is known."""
-        first_s = self._profile.seconds[0]
+        first_s, last_s, last = self._profile.seconds[0], self._profile.seconds[-1], self._profile.num_tokens[-1]
         terms = [
             base_s,
-            max(0, shape.num_tokens - self._last) * self._last_s / self._last,
+            max(0, shape.num_tokens - last) * last_s / last,
             shape.num_context_tokens / CONTEXT_UNIT * first_s,
             base_s * shape.is_drafting,
         ]
         if self.experts is not None:
-            terms.append(self.experts.share(shape.num_tokens) * first_s)
-        return terms
+            terms.append(float(self.experts.share(shape.num_tokens)) * first_s)
+        return np.array(terms)
 
-    def _fixed_s(self, shape: StepShape) -> float:
-        return self._factors[2] * shape.num_context_tokens / CONTEXT_UNIT * self._profile.seconds[0]
+    def _experts_s(self, counts: ArrayLike) -> Floats:
+        """Return what reading experts adds to steps over so many tokens."""
+        assert self.experts is not None
+        return self._factors[EXPERTS] * self._profile.seconds[0] * self.experts.share(counts)
 
-    def _token_times(self, first: int, count: int, scale: float) -> list[float]:
-        """Return what `first`, `first` + 1 … tokens take, without their context."""
-        last = self._last
-        inside = max(0, min(count, last - first + 1))
-        times = [scale * seconds for seconds in self._profile.times(first, inside)]
-        if inside < count:
-            at_last, slope = scale * self._last_s, self._tail_slope(scale)
-            times.extend([at_last + (n - last) * slope for n in range(first + inside, first + count)])
-        return self._with_experts(times, range(first, first + count))
+    def _use_factors(self, factors: Floats) -> None:
+        self._factors = factors
+        self._scale, self._drafting = float(factors[SCALE]), float(factors[DRAFTING])
+        self._context_s = float(factors[CONTEXT]) / CONTEXT_UNIT * self._profile.seconds[0]  # per position
 
-    def _with_experts(self, times: list[float], counts: Sequence[int]) -> list[float]:
-        """Add reading experts to the times of steps over so many tokens."""
-        if self.experts is None:
-            return times
-        unit = self._factors[4] * self._profile.seconds[0]
-        return [seconds + unit * self.experts.share(count) for seconds, count in zip(times, counts, strict=True)]
-
-    def _solved(self) -> list[float]:
+    def _solved(self) -> Floats:
         """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""
-        free = list(range(self._num_factors))
+        gram = self._gram + np.diag(self._prior_steps)
+        moment = self._moment + self._prior_steps * self._prior
+        free = np.arange(len(moment))
         while True:
-            gram = [[self._gram[i][j] + self._prior_steps[i] * (i == j) for j in free] for i in free]
-            found = _solve(gram, [self._moment[i] + self._prior_steps[i] * self._prior[i] for i in free])
-            wrong = [i for i, factor in zip(free, found, strict=True) if i >= 2 and factor < 0.0]
-            if not wrong:
+            found = np.linalg.solve(gram[free[:, None], free], moment[free])
+            wrong = (free >= CONTEXT) & (found < 0.0)
+            if not wrong.any():
                 break
-            free = [i for i in free if i not in wrong]
-        factors = [0.0] * self._num_factors
-        for i, factor in zip(free, found, strict=True):
-            factors[i] = factor
-        factors[0] = max(MIN_SCALE, factors[0])
+            free = free[~wrong]
+        factors = np.zeros(len(moment))
+        factors[free] = found
+        factors[SCALE] = max(MIN_SCALE, factors[SCALE])
         return factors
-
-
-def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
-    """Solve a small positive definite system by elimination."""
-    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            share = row[i] / pivot[i]
-            for j in range(i, len(row)):
-                row[j] -= share * pivot[j]
-    solution = [0.0] * len(rows)
-    for i in reversed(range(len(rows))):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, len(rows)))
-        solution[i] = (rows[i][-1] - known) / rows[i][i]
-    return solution
 
 
 def _pool_violators(times: list[float]) -> list[tuple[int, float]]:

@@ -7,12 +7,14 @@ powers of two, learns for itself, and what it has learnt is there when the load 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from outrider.verifier_service.pricing.cost_model import CostModel, StepTimeModel
 from outrider.verifier_service.pricing.exposure import DraftDepth, DraftExposure
+from outrider.verifier_service.pricing.request_table import Floats, Ints
 from outrider.verifier_service.pricing.step_price import StepPrice
 from outrider.verifier_service.pricing.trial import Trial
 
@@ -29,14 +31,17 @@ class LoadLevel:
     exposure: DraftExposure
     trial: Trial
 
-    def ask_length(self, survivals: Sequence[float], bound: int | None, next_bound: int | None) -> int:
-        """Return how many leading positions to ask for: those that pay, down to the best depth `bound`.
+    def ask_lengths(self, survivals: Floats, bounds: Ints) -> Ints:
+        """Return how many leading positions of each row to ask for: those that pay, down to the best depth.
 
-        If only `bound` ends the draft, it may be as long as `next_bound`: the price was found for the positions down to
-        `bound` and does not tell of deeper ones.
+        If only the best depth ends a draft, it may be as long as `next_bound`: the price was found for the positions
+        down to it and does not tell of deeper ones. `survivals`: [rows, width + 1], 0 from a row's bound on.
         """
-        length = self.price.num_paying(survivals[:bound])
-        return length if next_bound is None or length != bound else min(next_bound, len(survivals))
+        depth = self.depth.bound
+        lengths = self.price.num_paying(survivals)
+        if depth is None:
+            return lengths
+        return np.where(lengths >= depth, np.minimum(self.depth.next_bound(depth), bounds), lengths)
 
     def is_accident(self, longest: int, exposed_s: float, plain_s: float) -> bool:
         """Return whether a wait for drafts of this length was an accident, and the allowance for accidents lasts."""

@@ -11,13 +11,16 @@ So a probe, too, takes two rounds: a step with masks and no draft yet, and one t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+
+import numpy as np
 
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.load_levels import LoadLevel
-from outrider.verifier_service.pricing.probes import PROBE_LENGTH, ProbeBudget
+from outrider.verifier_service.pricing.policies import Books, Load, Pinned
+from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS
+from outrider.verifier_service.pricing.request_table import Floats, Ints, Rounds, Rows
 from outrider.verifier_service.scheduling.masks import MaskBlocks
 
 TRIAL_STEPS = 16  # with masks, before what they take beyond the profile counts: first calls of kernels are among them
@@ -25,30 +28,29 @@ SMOOTHING = 0.02  # share of the last round: a memory of about 50
 
 
 @dataclass(slots=True)
-class MaskedDrafts:
-    """The length to ask for."""
+class MaskedDrafts(Pinned):
+    """What each draft brings decides, beside what it and the masks for the next one cost."""
 
     blocks: MaskBlocks
     is_on: bool = True  # the last request that asked drafts because that pays
     _num_trial_steps: int = TRIAL_STEPS  # left
     _share_guessed: float = 1.0  # of rounds: an outcome that no block was for leaves the next round without a draft
-    _probing: set[str] = field(default_factory=set)  # requests whose next step has the masks of a probe
+    _probing: set[int] = field(default_factory=set)  # rows of requests whose next step has the masks of a probe
 
     def num_rows(self, length: int) -> int:
         """Return how many rows a draft and the masks behind it take."""
         return length + self.blocks.length * min(length + 1, self.blocks.num_blocks or length + 1)
 
-    def best_length(self, level: LoadLevel, plain: StepShape, survivals: Sequence[float]) -> int:
-        """Return the length that brings most per second; 0: without masks.
+    def best_lengths(self, level: LoadLevel, plain: StepShape, survivals: Floats) -> Ints:
+        """Return the length of each row's draft that brings most per second; 0: without masks.
 
         `plain`: a step of one token for each request. All are assumed to draft as this one does: the rows of all make a
-        step compute-bound, and all share what it takes besides.
+        step compute-bound, and all share what it takes besides. `survivals`: [rows, length].
         """
-        rates = [1.0 / level.cost.seconds(plain)]
-        for length, num_accepted in enumerate(accumulate(survivals), start=1):
-            tokens = 1.0 + self._share_guessed * num_accepted
-            rates.append(tokens / self._seconds(level, plain, plain.num_tokens, length))
-        return rates.index(max(rates))
+        lengths = range(1, survivals.shape[1] + 1)
+        took_s = [self._seconds(level, plain, plain.num_tokens, length) for length in lengths]
+        rates = (1.0 + self._share_guessed * survivals.cumsum(axis=1)) / took_s
+        return np.where(rates.max(axis=1) > 1.0 / level.cost.seconds(plain), 1 + rates.argmax(axis=1), 0)
 
     def _seconds(self, level: LoadLevel, plain: StepShape, num_requests: int, length: int) -> float:
         """Return what steps take on average if so many of their requests draft."""
@@ -58,27 +60,22 @@ class MaskedDrafts:
             return level.cost.seconds(shape)
         return level.cost.seconds(replace(shape, is_drafting=True)) + level.exposure.seconds(length)
 
-    def ask_length(
-        self,
-        request_id: str,
-        level: LoadLevel,
-        plain: StepShape,
-        survivals: Sequence[float],
-        probes: ProbeBudget,
-        num_rounds_off: int,
-    ) -> int:
-        """Return how many tokens to ask for: what pays, else now and then those of a probe, which is charged."""
-        length = self.best_length(level, plain, survivals)
-        self.is_on = length > 0
-        is_probing = request_id in self._probing
-        self._probing.discard(request_id)
-        if length or not (is_probing or probes.allow(num_rounds_off)):
-            return length
-        if not is_probing:
-            self._probing.add(request_id)
-        length = min(PROBE_LENGTH, len(survivals))
-        probes.spend(self._seconds(level, plain, 1, length) - level.cost.seconds(plain))
-        return length
+    def ask(self, books: Books, load: Load, rows: Rows, rounds: Rounds, limits: Ints) -> None:
+        """Ask for what pays, else now and then for the tokens of a probe, which is charged."""
+        level, plain = load.level, replace(load.base, num_tokens=load.num_requests)
+        survivals = books.survival.survivals(rows, int(rounds.drafter[0]), int(limits.max()), are_usual=True)
+        lengths = np.minimum(self.best_lengths(level, plain, survivals), limits)
+        self.is_on = bool(lengths[-1])
+        num_rounds_off = books.table.requests.num_rounds_off[rows]
+        self._probing -= {*rows[lengths > 0].tolist()}
+        for place in np.flatnonzero(lengths == 0):
+            row, is_due = int(rows[place]), num_rounds_off[place] + 1 >= PROBE_ROUNDS and books.probes.is_left
+            if row in self._probing or is_due:
+                self._probing ^= {row}  # a probe takes two rounds
+                lengths[place] = length = min(PROBE_LENGTH, int(limits[place]))
+                books.probes.spend(self._seconds(level, plain, 1, length) - level.cost.seconds(plain))
+        rounds.length = lengths
+        rounds.is_opening |= lengths == 0  # no masks: the next round that asks has no draft yet
 
     def observe_step(self, were_guessed: Iterable[bool]) -> None:
         """Count a step with masks; for each request that had masks in its last step too, whether it had a draft."""
@@ -86,5 +83,5 @@ class MaskedDrafts:
         for was_guessed in were_guessed:
             self._share_guessed += SMOOTHING * (was_guessed - self._share_guessed)
 
-    def forget(self, request_id: str) -> None:
-        self._probing.discard(request_id)
+    def forget(self, row: int) -> None:
+        self._probing.discard(row)

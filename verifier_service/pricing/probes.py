@@ -26,6 +26,7 @@ class ProbeBudget:
         """Charge probes with their expected cost, or with what they were seen to cost beyond it."""
         self._seconds -= seconds
 
-    def allow(self, num_rounds_off: int) -> bool:
-        """Return whether a request that has not drafted for this many rounds may probe."""
-        return num_rounds_off + 1 >= PROBE_ROUNDS and self._seconds > 0.0
+    @property
+    def is_left(self) -> bool:
+        """Whether a request that has not drafted for `PROBE_ROUNDS` may probe."""
+        return self._seconds > 0.0

@@ -17,28 +17,22 @@ The price of a step comes from earlier steps alone: an optimum over its own surv
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
+
+import numpy as np
 
 from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
+from outrider.verifier_service.pricing.fading import Fading
+from outrider.verifier_service.pricing.request_table import Floats, Ints
 
 # 3 % apart; closer below 0.1, where one request on a memory-bound machine has its long drafts
-GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
+GRID = np.array([*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER])
 WINDOW_STEPS = 32.0  # the memory: about a second of a large model, in which the load may change
 FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step
 MIN_GAIN = 1e-3  # of tokens per second, that drafts must bring: step times are not known more exactly
 TIE = 2e-4  # of tokens per second: prices within it are equal, and the middle one holds
 Settle = Callable[[float, float, bool], float]
-Slot = tuple[float, float]  # survival by the draft, and as estimated before it arrived
-
-
-def fade_over(num_steps: int) -> tuple[float, float]:
-    """Return the fade of earlier sums over this many equal steps, and the steps' weight together."""
-    fade = FADE**num_steps
-    return fade, (1.0 - fade) / (1.0 - FADE)
 
 
 class StepPrice:
@@ -48,90 +42,70 @@ class StepPrice:
         """`settle` maps the last price, the best one and whether drafts can pay to the next price; None: the best."""
         self._cost = cost
         self._settle = settle
-        self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
-        self._num_steps = 0.0  # the weight of the sums
+        self._gains = Fading(FADE, 0.0, np.zeros(len(GRID)))  # log (tokens per second at this price / without drafts)
         self._can_pay = True  # in the last step with slots, if drafts came at once
         self.value = 0.0  # the survival that a position must exceed in the next step, 0 to 1
 
     @property
     def is_new(self) -> bool:
         """Whether no step was observed yet."""
-        return self._num_steps == 0.0
+        return bool(self._gains.weight == 0.0)
 
-    def num_paying(self, survivals: Sequence[float]) -> int:
-        """Return the number of leading positions above the price; survivals must not rise."""
-        for place, survival in enumerate(survivals):
-            if survival <= self.value:
-                return place
-        return len(survivals)
+    def num_paying(self, survivals: Floats) -> Ints:
+        """Return the number of leading positions above the price, of each row, which must not rise and end with a 0."""
+        return (survivals > self.value).argmin(axis=-1)
 
     def observe(
         self,
         base: StepShape,
         num_decoding: int,
-        slots: Sequence[Slot],
+        survivals: Floats,
+        before: Floats,
         exposed_s: float = 0.0,
         num_steps: int = 1,
     ) -> None:
         """Learn from a past step, or `num_steps` equal ones: its shape without drafts and the slots on offer.
 
-        If any slot is asked for, the step waits `exposed_s` for drafts. A step without decoding requests or without
-        slots teaches nothing.
+        Of each slot, `survivals` has what it is by the draft, `before` what was estimated before that arrived. If any
+        slot is asked for, the step waits `exposed_s` for drafts. A step without decoding requests or without slots
+        teaches nothing.
         """
         if num_decoding < 1:
             return
-        if slots:
-            best = max(survival for survival, _ in slots)
-            self._can_pay = self._cost.best_length(base, (best,)) > 0
-            fade, weight = fade_over(num_steps)
-            gains = self.gains_at(base, slots, exposed_s)
-            self._gains = [fade * old + weight * new for old, new in zip(self._gains, gains, strict=True)]
-            self._num_steps = fade * self._num_steps + weight
+        if len(survivals):
+            self._gains.add(self._gains_at(base, survivals, before, exposed_s), num_steps)
         if not self.is_new:
             best = self._best()
             self.value = best if self._settle is None else self._settle(self.value, best, self._can_pay)
 
-    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> list[float]:
+    def _gains_at(self, base: StepShape, survivals: Floats, before: Floats, exposed_s: float) -> Floats:
         """Return the log throughput gain over no drafts for each price of the grid, by the step costs known now."""
-        seconds = self._cost.seconds_with(base, len(slots))
-        plain = math.log(base.num_tokens / seconds[0])
-        num_asked = bisect_left(GRID, max(before for _, before in slots))
-        rates = _rates([(min(slot), slot[0]) for slot in slots], base.num_tokens, seconds, num_asked)
-        gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
-        return gains + [0.0] * (len(GRID) - num_asked)
+        seconds = self._cost.seconds_with(base, len(survivals))
+        plain = base.num_tokens / seconds[0]
+        self._can_pay = bool((base.num_tokens + survivals.max()) / seconds[1] > plain)
+        # a slot is left out from the first price on that is not below it
+        left_out = np.searchsorted(GRID, np.minimum(survivals, before))
+        counts, worths = (_sums_above(left_out, weights) for weights in (None, survivals))
+        took_s = seconds[counts.astype(np.int64)]
+        gains = np.log((base.num_tokens + worths) / ((took_s + exposed_s) * plain))
+        return np.where(before.max() > GRID, gains, 0.0)  # at a higher price nothing is asked for
 
     def _best(self) -> float:
         """Return the best price; of a stretch of equal ones the middle, where noise does the least."""
-        gains = self._gains
+        gains: list[float] = self._gains.total.tolist()
         best = max(gains)
-        if best <= gains[-1] + MIN_GAIN * self._num_steps:
+        if best <= gains[-1] + MIN_GAIN * self._gains.weight:
             return NEVER
-        tie = TIE * self._num_steps
-        top = gains.index(best)
-        low = high = top
+        tie = TIE * self._gains.weight
+        low = high = gains.index(best)
         while low > 0 and gains[low - 1] >= best - tie:
             low -= 1
         while high + 1 < len(GRID) and gains[high + 1] >= best - tie:
             high += 1
-        return GRID[(low + high) // 2]
+        return float(GRID[(low + high) // 2])
 
 
-def _rates(
-    slots: Sequence[Slot], num_tokens: int, seconds: Sequence[float], num_prices: int
-) -> list[tuple[float, int]]:
-    """Return, for each of the grid's first prices, the logarithm of tokens per second and the number of slots.
-
-    `slots`: the price from which a slot is left out, and its survival; `seconds[n]`: the step's time with n slots
-    beside its own `num_tokens`.
-    """
-    falling = sorted(slots, reverse=True)
-    negated = [-last for last, _ in falling]
-    tokens = list(accumulate((survival for _, survival in falling), initial=float(num_tokens)))
-    rates: list[tuple[float, int]] = []
-    for price in GRID[:num_prices]:
-        count = bisect_left(negated, -price)  # slots above the price; an equal one is not
-        if rates and count == rates[-1][1]:  # most prices admit as many as the one before
-            rates.append(rates[-1])
-        else:
-            rates.append((math.log(tokens[count] / seconds[count]), count))
-    return rates
+def _sums_above(left_out: Ints, weights: Floats | None) -> Floats:
+    """Return, for each price of the grid, the sum over the slots that it does not leave out."""
+    at = np.bincount(left_out, weights, len(GRID) + 1)
+    return np.add.accumulate(at[:0:-1])[::-1]

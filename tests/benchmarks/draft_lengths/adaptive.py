@@ -27,7 +27,7 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.offer import Ask, PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome
 
 PROFILED_TOKENS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 1024, 2048)  # as vLLM captures its graphs
@@ -61,7 +61,8 @@ class Adaptive:
 
     def plan(self, batch: Batch) -> Drafts:
         played = [self._played(request_id) for request_id in batch.request_ids]
-        asked = [self._pricing.ask(one.request, self._plan.drafter_id or "", MAX_LENGTH).length for one in played]
+        asks = [Ask(one.request, self._plan.drafter_id or "", MAX_LENGTH) for one in played]
+        asked = [found.length for found in self._pricing.ask_all(asks)]
         self._pricing.learn()
         drafters, lengths = [0] * batch.size, [0] * batch.size
         for lane, (one, length) in enumerate(zip(played, asked, strict=True)):
@@ -92,7 +93,7 @@ class Adaptive:
         self._pool.tell(request_id, batch.offered[:, lane].tolist(), claims)
         place, result = self._pool.draft(request_id, token_ids, length)
         if result.token_ids:  # who has nothing answers with an empty draft, which is not priced
-            draft = self._pricing.admit(one.request, _as_sent(result, len(token_ids)))
+            (draft,) = self._pricing.admit_all([(one.request, _as_sent(result, len(token_ids)))])
             one.draft = draft if draft.token_ids else None
         return place
 

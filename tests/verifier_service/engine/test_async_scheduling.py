@@ -20,7 +20,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.step_lessons import EndedStep
 from outrider.verifier_service.sampling import sampler
 
 EXPECTED = greedy_tokens(40)
@@ -170,10 +170,12 @@ class NotingPricing(DraftPricing):
         self.noted: list[tuple[int, float]] = []
         self.num_tokens: list[int] = []
 
-    def _observe_step(self, step: PricedStep) -> None:
-        self.num_tokens.append(step.shape.num_tokens)
-        self.noted.append((len(step.outcomes), step.step_s))
-        super()._observe_step(step)
+    def learn(self) -> None:
+        if (unlearnt := self._unlearnt) is not None:
+            step = unlearnt.step if isinstance(unlearnt, EndedStep) else unlearnt
+            self.num_tokens.append(step.shape.num_tokens)
+            self.noted.append((len(step.outcomes), step.step_s))
+        super().learn()
 
 
 def test_pricing_hears_of_every_step_once_and_how_long_it_took():
@@ -246,6 +248,7 @@ def test_a_pause_without_requests_is_no_part_of_a_step() -> None:
 
 def test_a_step_in_which_somebody_is_for_nothing_is_a_plain_one_of_the_others() -> None:
     pricing = NotingPricing()
+    pricing.use_profile([StepTime(num_tokens=1, seconds=0.5), StepTime(num_tokens=64, seconds=0.5)])
     bench = AsyncBench(drafters=(), pricing=pricing)
     bench.add("a", stop_token_ids=(EXPECTED[2],), max_tokens=9)
     bench.add("b", prompt=(7, 7), max_tokens=9)

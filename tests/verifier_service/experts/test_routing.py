@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import mean
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,7 +199,7 @@ def test_all_levels_of_load_learn_what_steps_read():
     first, second = pricing._levels.at(1).cost, pricing._levels.at(9).cost
     assert first.experts is not None
     assert second.experts is not None
-    first.experts.shares = [0.0, *[0.5] * 64]
+    first.experts.shares = np.array([0.0, *[0.5] * 64])
     assert second.experts.share(3) == pricing._levels.at(40).cost.experts.share(99) == 0.5
 
 
@@ -207,7 +208,7 @@ def test_times_of_longer_drafts_are_foretold_closer(runner, counted):
     profile = StepTimeModel.from_points([StepTime(num_tokens=n, seconds=0.01) for n in (1, 64)])
     by_routing, uniform = (CostModel(profile, SHAPE) for _ in range(2))
     assert by_routing.experts is not None
-    by_routing.experts.shares = learnt(runner)
+    by_routing.experts.shares = np.array(learnt(runner))
     times = {count: 0.01 + 0.004 * taken for count, taken in zip(COUNTS, counted, strict=True)}
     errors = []
     for cost in (by_routing, uniform):

@@ -19,8 +19,9 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
-from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
-from outrider.verifier_service.pricing.survival import SurvivalEstimator
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.probes import PROBE_ROUNDS
+from support import priced
 
 
 def test_what_is_free_is_asked_for_to_the_bound():
@@ -161,27 +162,17 @@ def test_a_pause_of_the_machine_does_not_end_probing():
 def test_a_round_that_nobody_could_be_asked_for_says_nothing_of_drafts():
     bench = Bench(GuessingDrafts(draft_s=0.005), FREE)
     bench.run()
-    wait_s = bench.pricing._level.exposure.seconds(4)
+    wait_s = bench.pricing._load.level.exposure.seconds(4)
     bench.drafts.events.append(DrafterEvent(drafter_id="d", is_up=False))
     bench.run()
-    assert 0.8 * wait_s < bench.pricing._level.exposure.seconds(4) <= wait_s, "it only grows old"
-
-
-class RecordingSurvival(SurvivalEstimator):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drafter_ids: set[str] = set()
-
-    def observe(self, request_id: str, drafter_id: str, **counts) -> None:
-        self.drafter_ids.add(drafter_id)
-        super().observe(request_id, drafter_id, **counts)
+    assert 0.8 * wait_s < bench.pricing._load.level.exposure.seconds(4) <= wait_s, "it only grows old"
 
 
 def test_a_round_counts_for_the_drafter_that_drafted_whoever_was_planned():
     bench = Bench(GuessingDrafts(), FREE)
-    bench.pricing.survival = survival = RecordingSurvival()
     bench.run(drafter_id="gone")
-    assert survival.drafter_ids == {"d"}
+    survival = bench.pricing.survival
+    assert {*survival._pools} == {survival.number_of("d")}
 
 
 def test_drafts_come_back_when_the_load_is_gone():
@@ -218,10 +209,10 @@ def priced_at(price: float, *, has_predictions: bool = False) -> tuple[DraftPric
     bench = Bench(GuessingDrafts(), FREE)
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
-    assert bench.pricing._level is not None
-    bench.pricing._depths = None, None  # drafts may be long
-    assert bench.pricing.ask(request, "d", 4, DraftNeeds(predictions=has_predictions)).length == 4
-    bench.pricing._level.price.value = price
+    assert bench.pricing._load is not None
+    bench.pricing._load.level.exposure.observe(4, 0.0)  # drafts may be long
+    assert priced.ask(bench.pricing, request, "d", 4, DraftNeeds(predictions=has_predictions)).length == 4
+    bench.pricing._load.level.price.value = price
     return bench.pricing, request
 
 
@@ -229,7 +220,7 @@ def priced_at(price: float, *, has_predictions: bool = False) -> tuple[DraftPric
 def test_a_chain_is_cut_where_its_survival_falls_to_the_price(price: float, num_kept: int):
     pricing, request = priced_at(price)
     draft = make_draft(confidences=(0.9, 0.7, 0.9, 0.3))  # survivals about 0.9, 0.63, 0.57, 0.17
-    assert pricing.admit(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
+    assert priced.admit(pricing, request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
 
 def test_of_drawn_tokens_the_rows_count_and_no_claim():
@@ -239,7 +230,7 @@ def test_of_drawn_tokens_the_rows_count_and_no_claim():
     pricing, request = priced_at(0.5)
     for claims in (None, (1.0,) * 4, (0.0,) * 4, (0.1, 0.9, 0.1, 0.9)):
         draft = make_draft(draft_probs=(sharp, flat, sharp, sharp), confidences=claims)
-        kept = pricing.admit(request, draft)
+        kept = priced.admit(pricing, request, draft)
         assert kept.token_ids == (1,)
         assert len(kept.draft_probs) == 1
 
@@ -247,7 +238,7 @@ def test_of_drawn_tokens_the_rows_count_and_no_claim():
 def test_a_tree_of_point_masses_loses_the_nodes_that_do_not_pay():
     pricing, request = priced_at(0.3)
     draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))
-    kept = pricing.admit(request, draft)
+    kept = priced.admit(pricing, request, draft)
     assert (kept.token_ids, kept.parents) == ((1, 2, 4), (-1, -1, 1))
     assert kept.confidences == (0.6, 0.35, 0.99)
 
@@ -258,7 +249,7 @@ def test_a_tree_of_a_drafter_that_learns_from_predictions_is_cut_at_its_end_if_i
 ):
     pricing, request = priced_at(price, has_predictions=True)
     draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.1, 0.2))
-    assert pricing.admit(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
+    assert priced.admit(pricing, request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
 
 def test_a_drawn_tree_is_cut_by_depth_alone():
@@ -266,7 +257,7 @@ def test_a_drawn_tree_is_cut_by_depth_alone():
     pricing, request = priced_at(0.4)  # a new drafter's survivals: 0.6, 0.36
     for claims in ((0.9,) * 4, (0.1,) * 4):
         draft = make_draft(parents=(-1, -1, 0, 1), draft_probs=(row, row, row), confidences=claims)
-        assert pricing.admit(request, draft).token_ids == (1, 2)
+        assert priced.admit(pricing, request, draft).token_ids == (1, 2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"parents": (-1, -1, 0, 1)}, {"parents": (-1, 0, 1, 2), "is_told": True}])
@@ -277,8 +268,8 @@ def test_in_a_trial_a_token_is_verified_whatever_drafts_claim(fields: dict[str, 
     best = (1,) if is_told or not fields else (2,)
     for is_trying, kept in ((False, ()), (True, best)):
         pricing, request = priced_at(0.95, has_predictions=is_told)
-        pricing._level.trial._num_left = int(is_trying)
-        assert pricing.admit(request, draft).token_ids == kept
+        pricing._load.level.trial._num_left = int(is_trying)
+        assert priced.admit(pricing, request, draft).token_ids == kept
 
 
 def test_a_plan_of_nothing_keeps_its_reason():
@@ -302,9 +293,9 @@ def test_the_load_report_shows_it():
 def test_of_a_pinned_plan_nothing_is_cut():
     pricing, request = priced_at(0.99)
     request.plan = SpeculationPlan(drafter_id="d", draft_length=4, is_pinned=True)
-    assert pricing.ask(request, "d", 4).length == 4
+    assert priced.ask(pricing, request, "d", 4).length == 4
     for draft in (make_draft(), make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))):
-        assert pricing.admit(request, draft) is draft
+        assert priced.admit(pricing, request, draft) is draft
 
 
 def test_who_is_switched_off_is_priced_on():

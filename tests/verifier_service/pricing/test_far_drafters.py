@@ -19,7 +19,7 @@ def test_a_far_drafter_never_makes_it_slower(concurrency: int, share_wrong: floa
     off, *fixed = (speed(draft_length=length, is_pinned=True) for length in (0, 2, 4))
     speed()  # it learns
     priced = speed(4 * max(8, concurrency))
-    assert priced > 0.96 * off
+    assert priced > 0.95 * off
     assert priced > 0.92 * max(fixed)
 
 

@@ -1,6 +1,8 @@
 from copy import deepcopy
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
@@ -9,7 +11,7 @@ from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, S
 from outrider.verifier_service.pricing.load_levels import LoadLevels
 
 COST = CostModel(StepTimeModel((1, 16, 64), (0.020, 0.020, 0.080), 0.00125))
-SLOTS = [(0.7, 0.7), (0.5, 0.5)]
+SLOTS = np.array([0.7, 0.5])
 
 
 def test_requests_share_a_level_up_to_the_next_power_of_two():
@@ -21,10 +23,10 @@ def test_requests_share_a_level_up_to_the_next_power_of_two():
 def test_what_a_load_costs_is_nothing_to_one_request():
     levels = LoadLevels(COST)
     for _ in range(20):
-        levels.at(1).price.observe(StepShape(1, 0), 1, SLOTS)
+        levels.at(1).price.observe(StepShape(1, 0), 1, SLOTS, SLOTS)
     alone = levels.at(1).price.value
     for _ in range(200):
-        levels.at(64).price.observe(StepShape(64, 0), 64, SLOTS * 64)
+        levels.at(64).price.observe(StepShape(64, 0), 64, np.tile(SLOTS, 64), np.tile(SLOTS, 64))
     assert (levels.at(1).price.value, levels.at(64).price.value) == (alone, NEVER)
     assert alone < 0.5
 
@@ -78,12 +80,29 @@ def test_how_fast_a_load_ran_is_nothing_to_the_request_after_it():
     assert num_drafted_after(1.4) == pytest.approx(num_drafted_after(1.0), rel=0.1)
 
 
+class Depth(NamedTuple):
+    """A depth that is set."""
+
+    bound: int | None
+    next: int | None
+
+    def next_bound(self, bound: int) -> int | None:
+        return self.next
+
+
 @pytest.mark.parametrize(
-    ("bound", "next_bound", "asked"),
-    [(None, None, 3), (4, 6, 3), (3, 5, 5), (1, 2, 2), (1, 1, 1), (3, 9, 6)],
+    ("depth", "asked"),
+    [
+        (Depth(None, None), 3),
+        (Depth(4, 6), 3),
+        (Depth(3, 5), 5),
+        (Depth(1, 2), 2),
+        (Depth(1, 1), 1),
+        (Depth(3, 9), 6),
+    ],
     ids=["any depth", "the price ends it", "the depth ends it", "of one", "no longer", "no more on offer"],
 )
-def test_where_depth_ends_a_draft_it_may_be_longer_whatever_the_price(bound, next_bound, asked):
-    level = LoadLevels(COST).at(1)
+def test_where_depth_ends_a_draft_it_may_be_longer_whatever_the_price(depth: Depth, asked: int):
+    level = replace(LoadLevels(COST).at(1), depth=depth)
     level.price.value = 0.35
-    assert level.ask_length((0.6, 0.5, 0.4, 0.3, 0.2, 0.1), bound, next_bound) == asked
+    assert level.ask_lengths(np.array([[0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]]), np.array([6])).tolist() == [asked]

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 
 from benchmarks.pricing import outcome_of
@@ -15,14 +16,14 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.load_levels import LoadLevels
+from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.pricing.masked_drafts import TRIAL_STEPS, MaskedDrafts
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS
 from outrider.verifier_service.scheduling.masks import MaskBlocks, PlacedMasks
 from outrider.verifier_service.scheduling.outcome import Outcome, num_mask_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
-from support import parts
+from support import parts, priced
 
 BLOCKS = MaskBlocks(token_id=9, length=3)
 # an embedded model on two cores
@@ -75,7 +76,7 @@ class PlayedSteps:
         step_s = StepTimeModel.from_points(profile).t
         requests = [make_request(name=str(index)) for index in range(self.num_requests)]
         for _ in range(num_steps):
-            lengths = [self.pricing.ask(request, LOCAL_DRAFTER_ID, 3).length for request in requests]
+            lengths = [priced.ask(self.pricing, request, LOCAL_DRAFTER_ID, 3).length for request in requests]
             outcomes = [self._outcome(request, length) for request, length in zip(requests, lengths, strict=True)]
             num_rows = sum(outcome.item.num_new_tokens for outcome in outcomes)
             has_masks = any(outcome.item.masks is not None for outcome in outcomes)
@@ -109,6 +110,11 @@ def test_a_draft_costs_its_tokens_and_all_blocks_behind_it():
     assert [one.num_rows(length) for length in range(4)] == [3, 4, 5, 6]
 
 
+def best_length(masked: MaskedDrafts, level: LoadLevel, survivals: Sequence[float]) -> int:
+    (length,) = masked.best_lengths(level, StepShape(1, 0), np.array([survivals]))
+    return int(length)
+
+
 @pytest.mark.parametrize(
     ("profile", "survivals", "length"),
     [
@@ -121,19 +127,19 @@ def test_a_draft_costs_its_tokens_and_all_blocks_behind_it():
 )
 def test_what_brings_most_per_second_with_its_masks_is_asked_for(profile, survivals, length: int):
     level = LoadLevels(CostModel(StepTimeModel.from_points(profile))).at(1)
-    assert MaskedDrafts(BLOCKS).best_length(level, StepShape(1, 0), survivals) == length
+    assert best_length(MaskedDrafts(BLOCKS), level, survivals) == length
 
 
 def test_the_base_of_a_step_has_neither_drafts_nor_masks():
     pricing, request = make_pricing(FREE), make_request()
     for num_drafted in (0, 3, 3):
-        asked = pricing.ask(request, LOCAL_DRAFTER_ID, 3)
+        asked = priced.ask(pricing, request, LOCAL_DRAFTER_ID, 3)
         assert asked.length == 3
         item = item_of(request, num_drafted, all_masks(num_drafted))
         outcome = outcome_of(item, num_accepted=num_drafted)
         pricing.end_step(PricedStep([outcome], (), StepShape(item.num_new_tokens, 30), step_s=0.02))
         pricing.learn()
-        assert pricing._base.num_tokens == 1
+        assert pricing._load.base.num_tokens == 1
         assert num_mask_rows(item) == item.num_new_tokens - 1 - num_drafted
 
 
@@ -141,7 +147,7 @@ def test_a_probe_has_masks_first_and_then_a_draft():
     pricing, request = make_pricing(DEAR), make_request()
     lengths = []
     for _ in range(4 * PROBE_ROUNDS):
-        asked = pricing.ask(request, LOCAL_DRAFTER_ID, 3)
+        asked = priced.ask(pricing, request, LOCAL_DRAFTER_ID, 3)
         assert (asked.reason is None) == (asked.length > 0)
         assert pricing.drafts_on(request) == (asked.length > 0)
         lengths.append(asked.length)
@@ -154,13 +160,13 @@ def test_a_probe_has_masks_first_and_then_a_draft():
     assert {lengths[index] for index in probes} == {PROBE_LENGTH}
     assert probes[1::2] == [index + 1 for index in probes[::2]]
     assert all(late - early >= PROBE_ROUNDS for early, late in zip(probes[1::2], probes[2::2], strict=False))
-    assert pricing.ask(request, LOCAL_DRAFTER_ID, 3).reason in (None, DisabledReason.LOAD)
+    assert priced.ask(pricing, request, LOCAL_DRAFTER_ID, 3).reason in (None, DisabledReason.LOAD)
 
 
 def test_pinned_plans_and_drafters_elsewhere_are_not_decided_by_their_masks():
     pricing = make_pricing(DEAR)
-    assert pricing.ask(make_request(is_pinned=True), LOCAL_DRAFTER_ID, 3).length == 3
-    assert pricing.ask(make_request(), "in a pool", 3).length > 0, "as new ones are, before there is a price"
+    assert priced.ask(pricing, make_request(is_pinned=True), LOCAL_DRAFTER_ID, 3).length == 3
+    assert priced.ask(pricing, make_request(), "in a pool", 3).length > 0, "as new ones are, before there is a price"
 
 
 @pytest.mark.parametrize(
@@ -227,14 +233,14 @@ def test_outcomes_without_masks_make_drafts_rarer():
     level = LoadLevels(CostModel(StepTimeModel.from_points(TWO_CORES))).at(1)
     masked = MaskedDrafts(MaskBlocks(token_id=9, length=3, num_blocks=1))
     survivals = (0.5, 0.2, 0.1)
-    assert masked.best_length(level, StepShape(1, 0), survivals) == 3
+    assert best_length(masked, level, survivals) == 3
     masked.observe_step([True] * 100)
-    assert masked.best_length(level, StepShape(1, 0), survivals) == 3
+    assert best_length(masked, level, survivals) == 3
     masked.observe_step([False] * 100)
-    assert masked.best_length(level, StepShape(1, 0), survivals) == 0
+    assert best_length(masked, level, survivals) == 0
 
 
 def test_the_first_round_with_masks_does_not_tell_what_a_draft_is_waited_for():
     pricing = make_pricing(FREE)
     PlayedSteps(pricing, accepted=(0.9, 0.9, 0.9), draft_s=0.005).play(FREE, 8)
-    assert pricing._level.exposure.seconds(3) == pytest.approx(0.005)
+    assert pricing._load.level.exposure.seconds(3) == pytest.approx(0.005)

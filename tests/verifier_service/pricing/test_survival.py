@@ -1,9 +1,37 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from outrider.verifier_service.pricing.survival import INITIAL_HAZARD, MAX_POOLS, SurvivalEstimator
+from outrider.verifier_service.pricing import survival
+from outrider.verifier_service.pricing.request_table import RequestTable
+from outrider.verifier_service.pricing.survival import INITIAL_HAZARD, MAX_POOLS, bins_of_rows
+
+
+class SurvivalEstimator:
+    """The estimator, for one request at a time."""
+
+    def __init__(self) -> None:
+        self.table = RequestTable()
+        self.all = survival.SurvivalEstimator(self.table)
+
+    def survivals(self, request_id: str, drafter_id: str, length: int, confidences=None, **named) -> list[float]:
+        bins = None if confidences is None else bins_of_rows([confidences[:length]], length)
+        rows, drafter = self.table.find([request_id]), self.all.number_of(drafter_id)
+        return self.all.survivals(rows, drafter, length, bins, **named)[0].tolist()
+
+    def end_round(self, request_id: str, drafter_id: str, num_draft_tokens: int, num_accepted_tokens: int):
+        counts = np.array([min(num_accepted_tokens + 1, num_draft_tokens)]), np.array([num_accepted_tokens])
+        rows, drafter = self.table.rows([request_id]), self.all.number_of(drafter_id)
+        return rows, drafter, *counts, self.all.end_rounds(rows, drafter, *counts)
+
+    def observe(self, *which: str, num_draft_tokens: int, num_accepted_tokens: int, confidences=None) -> None:
+        ended = self.end_round(*which, num_draft_tokens, num_accepted_tokens)
+        self.all.observe(*ended, None if confidences is None else bins_of_rows([confidences], num_draft_tokens))
+
+    def observe_plain(self, request_id: str) -> None:
+        self.all.observe_plain(self.table.find([request_id]))
 
 
 def play(
@@ -162,7 +190,7 @@ def test_without_drafts_a_request_becomes_what_its_pool_is():
         found.append(estimator.survivals("rambles", "d", 1)[0])
     assert found[0] < found[1] < found[2] == pytest.approx(estimator.survivals("newcomer", "d", 1)[0], abs=0.02)
     estimator.observe_plain("never here")
-    assert "never here" not in estimator.request_ids
+    assert "never here" not in estimator.table.request_ids
 
 
 @pytest.mark.parametrize("confidences", [None, (1.0, 0.0, 0.97, 0.5)])
@@ -174,18 +202,30 @@ def test_survivals_never_rise(confidences):
     assert all(0.0 < survival < 1.0 for survival in survivals)
 
 
-def test_an_empty_draft_says_nothing():
-    estimator = SurvivalEstimator()
-    estimator.observe("r", "d", num_draft_tokens=0, num_accepted_tokens=0)
-    assert estimator.request_ids == set()
+def test_drafts_of_a_step_count_as_if_they_had_been_verified_one_after_another():
+    """Pools forget by the token: of drafts that are verified together, each is as old as the others."""
+    at_once, in_turn, rng = SurvivalEstimator(), SurvivalEstimator(), random.Random(10)
+    names = [str(index) for index in range(16)]
+    for _ in range(60):
+        accepted = [next((i for i in range(4) if rng.random() >= 0.7), 4) for _ in names]
+        for name, num_accepted in zip(names, accepted, strict=True):
+            in_turn.observe(name, "d", num_draft_tokens=4, num_accepted_tokens=num_accepted)
+        num_accepted = np.array(accepted)
+        num_judged = np.minimum(num_accepted + 1, 4)
+        rows, drafter = at_once.table.rows(names), at_once.all.number_of("d")
+        after = at_once.all.end_rounds(rows, drafter, num_judged, num_accepted)
+        at_once.all.observe(rows, drafter, num_judged, num_accepted, after)
+    for name in ("newcomer", *names):
+        assert at_once.survivals(name, "d", 4) == pytest.approx(in_turn.survivals(name, "d", 4), rel=0.03)
+    assert at_once.all.num_judged == pytest.approx(in_turn.all.num_judged)
 
 
 def test_memory_is_bounded():
     estimator, rng = SurvivalEstimator(), random.Random(7)
     play(estimator, rng, (0.05,), drafter_id="bad")
-    estimator.forget("r")
-    estimator.forget("never here")
-    assert estimator.request_ids == set()
+    estimator.table.forget("r")
+    estimator.table.forget("never here")
+    assert estimator.table.request_ids == set()
     for index in range(MAX_POOLS):
         play(estimator, rng, (0.9,), drafter_id=str(index), num_rounds=20)
     assert estimator.survivals("x", "bad", 1) == pytest.approx(estimator.survivals("x", "unheard of", 1))
@@ -193,7 +233,7 @@ def test_memory_is_bounded():
 
 def test_usual_survivals_are_those_after_any_outcome():
     estimator, rng = SurvivalEstimator(), random.Random(8)
-    assert estimator.usual_survivals("r", "d", 2) == estimator.survivals("r", "d", 2)
+    assert estimator.survivals("r", "d", 2, are_usual=True) == estimator.survivals("r", "d", 2)
     accepted = True
     for _ in range(2000):  # right after a draft that was right, wrong after a wrong one
         accepted = rng.random() < (0.9 if accepted else 0.1)
@@ -202,5 +242,5 @@ def test_usual_survivals_are_those_after_any_outcome():
     for num_accepted, after in ((1, 0.9), (0, 0.1)):
         estimator.end_round("newcomer", "d", 1, num_accepted)
         assert estimator.survivals("newcomer", "d", 1) == pytest.approx([after], abs=0.05)
-        usual.append(estimator.usual_survivals("newcomer", "d", 1))
+        usual.append(estimator.survivals("newcomer", "d", 1, are_usual=True))
     assert usual[0] == usual[1] == pytest.approx([0.5], abs=0.05)
