@@ -106,17 +106,14 @@ class ExpertCache:
         assert len(experts) <= self.num_slots
         for expert in experts:
             if expert in self._slots:
-                self._slots.move_to_end(expert)
-        wanted = set(experts)
+                self._slots.move_to_end(expert)  # behind all that may make room
         for expert in experts:
             if expert not in self._slots:
-                slot = self._slots[expert] = self._free.pop() if self._free else self._vacated(wanted)
+                slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+                self._slots[expert] = slot
                 pairs = [(held[slot], host[expert]) for held, host in zip(self._held, self._host, strict=True)]
                 self._arrivals[slot] = self._copier.copy(pairs)
                 self.counts.num_fetched += 1
-
-    def _vacated(self, wanted: set[int]) -> int:
-        return self._slots.pop(next(expert for expert in self._slots if expert not in wanted))
 
     def arrived(self, experts: Sequence[int]) -> torch.Tensor:
         """Wait for a round's experts; return each expert's slot, `num_slots` for all others: int64 [num_experts]."""
