@@ -3,7 +3,8 @@
 Li et al. 2025 (arXiv 2503.01840). The tapped states are concatenated and projected (`fc`); attention reads them beside
 the embedding, each with its own norm; the residual stream has the states only. The draft vocabulary is reduced: draft
 token i is the target's i + d2t[i]. Two public formats are read and written: the authors' (`midlayer.*`) and the
-`speculators` library's (`layers.0.*`, with the layer's config nested).
+`speculators` library's (`layers.0.*`, with the layer's config nested). Kimi-K2's heads have latent attention, which is
+the transformers library's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from transformers import PreTrainedConfig
 
 from outrider.drafter_service.heads.head_files import HeadFiles, write_head
 from outrider.drafter_service.heads.head_layer import (
+    CPU,
     EXTRAS,
+    LAYER_FAMILIES,
     META,
     Attend,
     DraftHead,
@@ -33,6 +36,9 @@ from outrider.drafter_service.heads.head_layer import (
     make_norm,
     unborrowed,
 )
+from outrider.drafter_service.heads.library_block import LibraryBlock, describe_latent, in_pool, over_rows_of
+from outrider.verifier_service.model.attention import LayerShape, entered
+from outrider.verifier_service.model.latent_attention import keep_latents
 
 ORIGINAL_LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
 
@@ -64,12 +70,14 @@ class Eagle3Config:
 class Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads embedding and state, concatenated."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, latent: nn.Module | None = None) -> None:
+        """`latent` is the library's latent attention; None: our grouped-query attention."""
         super().__init__()
         self._norm_before_residual = config.norm_before_residual
         self.input_layernorm = make_norm(config.layer)
         self.hidden_norm = make_norm(config.layer)
-        self.self_attn = HeadAttention(config.layer, 2 * config.layer.hidden_size)
+        self._is_latent = latent is not None
+        self.self_attn = HeadAttention(config.layer, 2 * config.layer.hidden_size) if latent is None else latent
         self.post_attention_layernorm = make_norm(config.layer)
         self.mlp = HeadMLP(config.layer)
 
@@ -83,12 +91,20 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         rows = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         residual = normed if self._norm_before_residual else hidden
-        hidden = residual + self.self_attn(rows, rotary, attend)
+        hidden = residual + self._attended(rows, rotary, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _attended(self, rows: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        if not self._is_latent:
+            return self.self_attn(rows, rotary, attend)
+        with entered(in_pool(attend)):
+            return self.self_attn(hidden_states=rows, position_embeddings=rotary, attention_mask=None)[0]
 
 
 class Eagle3Head(DraftHead):
     """An EAGLE-3 head; a new one has random weights, and needs the target's embedding."""
+
+    _latent: nn.Module | None = None  # the library's latent attention
 
     def __init__(self, config: Eagle3Config, *, target_ids: torch.Tensor | None = None) -> None:
         """Create a head of the tokens `target_ids` int64 [draft_vocab_size]; None: the vocabulary's first ones."""
@@ -104,10 +120,30 @@ class Eagle3Head(DraftHead):
             else None
         )
         self.fc = nn.Linear(state_size, size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, self._latent)
         self.norm = make_norm(config.layer)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.target_ids = _checked_target_ids(target_ids, config)
+
+    def make_rotary(self) -> nn.Module:
+        if self.description.model_type in LAYER_FAMILIES:
+            return super().make_rotary()
+        with CPU:  # what is computed is never on the meta device
+            block = LibraryBlock(self.description)
+        size = 2 * self.description.hidden_size
+        self.__dict__["_latent"] = over_rows_of(block.layer.self_attn, size)  # of the layer, which is built later
+        self.not_captured = "latent attention of the library's is run operation by operation"
+        return block.rotary
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        if self._latent is None:
+            return super().layer_shape
+        latent = self.description.kv_lora_rank
+        return LayerShape(num_kv_heads=1, head_dim=latent + self.description.qk_rope_head_dim, value_dim=latent)
+
+    def finish(self) -> None:
+        keep_latents(self.midlayer)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:
@@ -176,7 +212,8 @@ def parse_config(config: Mapping[str, Any], num_target_layers: int | None = None
     if config.get("logit_scale", 1.0) != 1.0:
         raise HeadError(f"logit_scale: {config['logit_scale']} is not served")
     plain = config["transformer_layer_config"] if is_nested else config
-    layer = describe_layer({name: value for name, value in plain.items() if name not in _HEAD_FIELDS})
+    described = {name: value for name, value in plain.items() if name not in _HEAD_FIELDS}
+    layer = describe_latent(described) if plain.get("model_type") in _LATENT else describe_layer(described)
     flags = {name: bool(_either(config, eagle_config, name)) for name in _FLAGS}
     return Eagle3Config(
         layer=layer,
@@ -188,6 +225,7 @@ def parse_config(config: Mapping[str, Any], num_target_layers: int | None = None
 
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LATENT = ("deepseek_v3", "kimi_k2")  # layers with latent attention
 _HEAD_FIELDS = frozenset(
     {*_FLAGS, "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size"}
 )

@@ -7,6 +7,7 @@ The library's one-layer model of the same config has that block and its rotary e
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from outrider.drafter_service.heads.head_layer import CPU, Attend, HeadError, PooledAttend
+from outrider.drafter_service.heads.head_layer import CPU, META, Attend, HeadError, PooledAttend
 from outrider.verifier_service.model.architectures import ARCHITECTURES, batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -46,6 +47,27 @@ def describe_block(folder: Path) -> PreTrainedConfig:
     return type(description).from_dict({**fields, **last, **one, **own})
 
 
+def describe_latent(plain: Mapping[str, Any]) -> PreTrainedConfig:
+    """Build the config of a dense layer with latent attention, DeepSeek-V3's, which Kimi-K2's is."""
+    fields = {name: value for name, value in plain.items() if name not in ("model_type", "architectures", "auto_map")}
+    return AutoConfig.for_model("deepseek_v3", **{**fields, "first_k_dense_replace": fields["num_hidden_layers"]})
+
+
+def over_rows_of(attention: Any, input_size: int) -> nn.Module:
+    """Give the library's latent attention, whose tensors are not there yet, rows of another size."""
+    for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        if (linear := getattr(attention, name)) is not None:
+            setattr(attention, name, nn.Linear(input_size, linear.out_features, linear.bias is not None, device=META))
+    return attention
+
+
+def in_pool(attend: Attend) -> PooledAttend:
+    """Return a head's attention as the library's layers enter it; raises `HeadError` where there is no pool."""
+    if not isinstance(attend, PooledAttend):
+        raise HeadError("a head with the library's layer attends in a pool of keys and values")
+    return attend
+
+
 class LibraryBlock(nn.Module):
     """One layer over a head's KV; its tensors are on the meta device until they are read."""
 
@@ -75,9 +97,7 @@ class LibraryBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Map [batch, length, hidden_size] to the same shape; positions int64 [batch, length]."""
-        if not isinstance(attend, PooledAttend):
-            raise HeadError("a head with the library's layer attends in a pool of keys and values")
-        with entered(attend):
+        with entered(in_pool(attend)):
             return self._forward(hidden, positions)
 
     def _forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

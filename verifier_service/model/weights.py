@@ -114,14 +114,19 @@ def read_into(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Read every parameter and persistent buffer of `model` (on the meta device); see `load_weights`."""
+    """Read every parameter and persistent buffer of `model` (on the meta device); see `load_weights`.
+
+    What the library keeps in float32 in any checkpoint, such as biases that choose experts, is read as float32.
+    """
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    wide = [rf"(^|\.){re.escape(part)}(\.|$)" for part in strict]
     for names in _tensors_of(model):
         shape = tuple(_lookup(model, names[0]).shape)
         shard = next((shards[name] for name in names if name in shards), None)
         value = reader.read_part(names, shape, shard)
         for name in names:
             reader.skip(name)
-        _assign(model, names, value.to(device=device, dtype=dtype))
+        _assign(model, names, value.to(device=device, dtype=torch.float32 if is_matched(names[0], wide) else dtype))
 
 
 @torch.no_grad()

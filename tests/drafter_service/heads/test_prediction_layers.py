@@ -14,13 +14,12 @@ from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import load_heads
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
-from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
-from tiny.hub.prediction_layers import HIDDEN_SIZE, PREDICTION_LAYERS, Reference, write_prediction_layer
+from tiny.hub.prediction_layers import HIDDEN_SIZE, PREDICTION_LAYERS, Reference, pairs, write_prediction_layer
 from tiny.models import random_sequences, relative_difference
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
+NUM_BLOCKS = 64
 PROMPTS = random_sequences((5, 21, 14))
 
 
@@ -35,19 +34,6 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.close()
-
-
-def pairs(token_ids: list[int], start: int, stop: int) -> ScheduledBatch:
-    """Schedule the pairs [start, stop) of a sequence."""
-    return ScheduledBatch(
-        token_ids=token_ids[start + 1 : stop + 1],
-        positions=list(range(start, stop)),
-        slot_mapping=list(range(start, stop)),
-        query_lengths=[stop - start],
-        context_lengths=[stop],
-        block_tables=[list(range(-(-stop // BLOCK_SIZE)))],
-        logits_indices=list(range(stop - start)),
-    )
 
 
 def test_its_logits_are_those_of_the_librarys_layer(written: tuple[Path, Reference]) -> None:

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from outrider.drafter_service.heads.library_block import describe_block
+from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.empty_model import text_model
 from tiny.hub.families import make_family_checkpoint
 
 HIDDEN_SIZE = 64
+BLOCK_SIZE = 16  # of a `ModelConfig`
 DEEPSEEK_NAMES = (("norm.", "shared_head.norm."),)
 MIMO_V2_NAMES = (("norm.", "final_layernorm."), ("post_attention_layernorm.", "pre_mlp_layernorm."))
 
@@ -100,3 +102,16 @@ def _hub_tensors(model: PreTrainedModel) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
+
+
+def pairs(token_ids: list[int], start: int, stop: int) -> ScheduledBatch:
+    """Schedule the pairs [start, stop) of a sequence."""
+    return ScheduledBatch(
+        token_ids=token_ids[start + 1 : stop + 1],
+        positions=list(range(start, stop)),
+        slot_mapping=list(range(start, stop)),
+        query_lengths=[stop - start],
+        context_lengths=[stop],
+        block_tables=[list(range(-(-stop // BLOCK_SIZE)))],
+        logits_indices=list(range(stop - start)),
+    )

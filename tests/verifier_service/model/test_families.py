@@ -123,6 +123,14 @@ def test_the_page_has_all_recipes_with_speculation_and_only_families_that_run() 
     assert {name.strip("`") for name in counts} | beside >= FAMILIES.keys()
 
 
+def test_what_chooses_experts_stays_float32(tmp_path: Path) -> None:
+    model = make_family_checkpoint(tmp_path, "glm-4.5")
+    runner = make_runner(tmp_path, dtype="bfloat16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(dict(runner.model.model.named_buffers())[name], dict(model.named_buffers())[name])
+    assert runner.model.dtype == torch.bfloat16
+
+
 # what recipes name first besides bfloat16
 FORMATS = {
     "deepseek-v3": "fp8-blocks",
