@@ -172,7 +172,7 @@ class Eagle3Head(DraftHead):
             head = cls(config)
         head.target_ids = _read_target_ids(files, config)
         places = [prefix + layer for prefix in ("", "model.") for layer in (ORIGINAL_LAYER, SPECULATORS_LAYER)]
-        place = next((place for place in places if f"{place}self_attn.q_proj.weight" in files), SPECULATORS_LAYER)
+        place = next((place for place in places if f"{place}hidden_norm.weight" in files), SPECULATORS_LAYER)
         prefix = "model." if place.startswith("model.") else ""
 
         def stored(name: str) -> str:

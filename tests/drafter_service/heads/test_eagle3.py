@@ -162,7 +162,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path, case: str) -> N
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers: 2"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-        ({"model_type": "deepseek_v3"}, "model_type: .*'deepseek_v3'"),
+        ({"model_type": "deepseek_v2"}, "model_type: .*'deepseek_v2'"),
         ({"draft_vocab_size": 62}, "draft_vocab_size: 62 of a vocabulary of 61"),
         ({"norm_before_fc": True, "fc_norm": True}, "fc_norm: not together with norm_before_fc"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
