@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from outrider.cluster import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from outrider.cluster.config.known_models import SMOLLM2, SMOLLM2_HUB_ID, path_of
-from outrider.lab.peers.measure import PROMPTS
+from outrider.lab.chat_prompts import PROMPTS
 from outrider.verifier_service.formats.gguf import convert_once
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
