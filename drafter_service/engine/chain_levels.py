@@ -27,8 +27,13 @@ class ChainBatches:
     ) -> None:
         """Of each row: its KV blocks, and the places [begin, end) of its pending tokens."""
         self._tables, self._begins, self._ends, self._block_size = tables, begins, ends, block_size
-        # of each level's placeholder, int64 [num_levels - 1, num_rows]; of a row whose chain is shorter, no slot
+        # of each level's placeholder, int64 [num_levels - 1, num_rows]
         self._places = ends + np.arange(num_levels - 1)[:, None]
+        self._first_blocks = begins // block_size
+        width = int(((ends + num_levels - 2) // block_size - self._first_blocks).max()) + 1
+        rows = zip(tables, self._first_blocks.tolist(), strict=True)
+        # int64 [num_rows, width] of the tokens of this step; 0 beyond the end of a shorter chain
+        self._blocks = np.array([(table[start : start + width] + [0] * width)[:width] for table, start in rows])
         self._slots = self._slots_of(np.arange(len(tables)), self._places)
 
     def first(self, token_ids: list[int]) -> ScheduledBatch:
@@ -60,16 +65,8 @@ class ChainBatches:
 
     def _slots_of(self, rows: Int64s, places: Int64s) -> Int64s:
         """Return the KV slots of some rows' places, [..., num_rows]."""
-        starts = self._begins // self._block_size
-        indices = places // self._block_size - starts[rows]
-        width = int(indices.max(initial=0)) + 1
-        blocks = np.array(
-            [
-                (table[start : start + width] + [0] * width)[:width]
-                for table, start in zip(self._tables, starts.tolist(), strict=True)
-            ]
-        )
-        slots: Int64s = blocks[rows, indices] * self._block_size + places % self._block_size
+        blocks = self._blocks[rows, places // self._block_size - self._first_blocks[rows]]
+        slots: Int64s = blocks * self._block_size + places % self._block_size
         return slots
 
     def _tables_of(self, tables: Sequence[list[int]], contexts: Int64s) -> list[list[int]]:
@@ -121,7 +118,7 @@ class ChainLevels:
         kinds = []  # of each kind of chains: where its tokens stand, row by row, and the numbers that were found
         for is_drawn in (False, True):
             of_kind = [
-                (rows[one.rows] * num_levels + level, one.numbers)
+                ((rows if len(one.rows) == len(rows) else rows[one.rows]) * num_levels + level, one.numbers)
                 for level, (rows, found) in enumerate(self._levels)
                 for one in found
                 if (len(one.numbers) == 3) == is_drawn

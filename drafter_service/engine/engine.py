@@ -84,6 +84,7 @@ class DraftEngine:
         self._drafter = drafter
         self._chains = drafter if isinstance(drafter, DraftsChains) else None
         cost = ForwardCost(clock) if cost is None else cost
+        self._runs_ahead = ahead is not None
         self._spare_time = SpareTime(ahead, cost=cost, counters=self.counters)
         self._clock = clock
         self._config = config
@@ -271,7 +272,8 @@ class DraftEngine:
     def _append(self, session: Session, token_ids: Sequence[int], now_s: float) -> None:
         """Take tokens that were committed; a round that is not answered is over."""
         self._sessions.touch(session, now_s)
-        if self._take_round(session) is not None:
+        if session.round is not None:
+            self._take_round(session)
             self.counters.num_superseded_rounds += 1
         session.token_ids.extend(token_ids)
 
@@ -310,7 +312,7 @@ class DraftEngine:
             ask.forced_ids = known_prefix(told.forced_ids[:length], self.vocab_size)
         session.round = Round(ask, round_id, now_s, in_columns)
         self._asked[ask.ask_id] = session
-        if self._spare_time.expects(session.key):
+        if self._runs_ahead and self._spare_time.expects(session.key):
             draft = self._spare_time.answer(ask, session.pause_s.value)
             if draft is not None:
                 self._answer(draft, was_ahead=True)
@@ -423,7 +425,7 @@ class DraftEngine:
         self._reply(session.key.peer, draft, unanswered.in_columns)
 
     def _answer_chains(self, sessions: Sequence[Session], chains: Chains) -> None:
-        """Send a drafter's chains as `_answer` does."""
+        """Send a drafter's chains as `_answer` does; one that runs ahead drafts none as arrays."""
         now_s = self._clock()
         rounds: list[Round] = []
         of_peer: dict[tuple[str, bool], list[int]] = {}
@@ -432,7 +434,6 @@ class DraftEngine:
             assert unanswered is not None, "an answer to nothing"
             session.answered_s = now_s
             self._draft_s.observe(now_s - unanswered.asked_s)
-            self._spare_time.observe_answer(now_s - unanswered.asked_s)
             rounds.append(unanswered)
             of_peer.setdefault((session.key.peer, unanswered.in_columns), []).append(row)
         self.counters.num_drafts += len(sessions)

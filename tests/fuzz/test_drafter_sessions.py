@@ -38,6 +38,7 @@ from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
+    Commits,
     Draft,
     DrafterMessage,
     DraftSampling,
@@ -46,9 +47,10 @@ from outrider.verifier_service.messages.draft import (
     Seed,
     States,
     VerifierMessage,
+    each_draft,
 )
 from outrider.verifier_service.messages.draft_checks import check_draft
-from outrider.verifier_service.messages.link import VERIFIER_MESSAGES
+from outrider.verifier_service.messages.link import DRAFTER_MESSAGES, VERIFIER_MESSAGES
 from outrider.verifier_service.messages.wire import decode, encode
 from tiny.dflash import dflash_head
 from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
@@ -217,6 +219,7 @@ def conversations(width: int) -> st.SearchStrategy[list[VerifierMessage]]:
     alone: st.SearchStrategy[VerifierMessage] = (
         states
         | commits(NAMES, st.integers(-1, 12))
+        | st.lists(commits(NAMES, st.integers(0, 9)), max_size=4, unique_by=lambda one: one.request_id).map(Commits.of)
         | values_of(Open)
         | values_of(Seed)
         | st.builds(Close, request_id=NAMES)
@@ -248,10 +251,10 @@ class Table:
 
     def step(self) -> None:
         for peer, answer in self.engine.step():
-            answer = decode(encode(answer), (Draft, Resync))
+            answer = decode(encode(answer), DRAFTER_MESSAGES)
             TALLY.count("drafters: answers to hostile sessions", type(answer).__name__)
-            if isinstance(answer, Draft):
-                self._hear(peer, answer)
+            for draft in () if isinstance(answer, Resync) else each_draft(answer):
+                self._hear(peer, draft)
         self.engine.check_integrity()
 
     def _hear(self, peer: str, answer: DrafterMessage) -> None:
