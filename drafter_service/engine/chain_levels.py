@@ -6,7 +6,8 @@ is an array operation. Rows stay in the order of their asks; a chain that has it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +24,21 @@ class ChainBatches:
     """The batches of a step's chains: first the pending tokens of each, then one placeholder of each and level."""
 
     def __init__(
-        self, tables: Sequence[list[int]], begins: Int64s, ends: Int64s, num_levels: int, block_size: int
+        self,
+        tables: Sequence[list[int]],
+        begins: Int64s,
+        ends: Int64s,
+        num_levels: int,
+        block_size: int,
+        shifts: Int64s | None = None,
     ) -> None:
-        """Of each row: its KV blocks, and the places [begin, end) of its pending tokens."""
+        """Of each row: its KV blocks, the places [begin, end) of its pending tokens, and its positions beyond places.
+
+        Without `shifts` a place is a position.
+        """
         self._tables, self._begins, self._ends, self._block_size = tables, begins, ends, block_size
+        self._shifts = np.zeros_like(begins) if shifts is None else shifts
+        self.num_levels = num_levels
         # of each level's placeholder, int64 [num_levels - 1, num_rows]
         self._places = ends + np.arange(num_levels - 1)[:, None]
         self._first_blocks = begins // block_size
@@ -42,7 +54,7 @@ class ChainBatches:
         places, rows = spans(self._begins, counts), np.repeat(np.arange(len(counts)), counts)
         return ScheduledBatch(
             token_ids=token_ids,
-            positions=places.tolist(),
+            positions=(places + self._shifts[rows]).tolist(),
             slot_mapping=self._slots_of(rows, places).tolist(),
             query_lengths=counts.tolist(),
             context_lengths=self._ends.tolist(),
@@ -55,7 +67,7 @@ class ChainBatches:
         places = self._places[level - 1][rows]
         return ScheduledBatch(
             token_ids=token_ids,
-            positions=places.tolist(),
+            positions=(places + self._shifts[rows]).tolist(),
             slot_mapping=self._slots[level - 1][rows].tolist(),
             query_lengths=[1] * len(rows),
             context_lengths=(places + 1).tolist(),
@@ -74,6 +86,20 @@ class ChainBatches:
         return [table[:stop] for table, stop in zip(tables, stops, strict=True)]
 
 
+class _Opened(NamedTuple):
+    """Chains that want another token."""
+
+    rows: Int64s
+    wanted: Int64s  # where they stand among the rows of the level before
+    token_ids: list[int]  # placeholders of their last tokens …
+    numbers: torch.Tensor  # … among these
+
+
+# Takes a batch and, from the second level on, the numbers that its placeholders are among and where its rows stand
+# among those of the level before; returns float32 logits [num_rows, draft_vocab_size].
+LevelForward = Callable[[ScheduledBatch, torch.Tensor | None, Int64s | None], torch.Tensor]
+
+
 class ChainLevels:
     """The tokens of a step's chains, chosen level by level where the logits are."""
 
@@ -85,6 +111,14 @@ class ChainLevels:
         self._choices = choices_of(samplings)
         self._rows = np.arange(len(lengths))  # that the next level chooses for
         self._levels: list[tuple[Int64s, list[ChildrenOnDevice]]] = []
+
+    def grow(self, batches: ChainBatches, token_ids: list[int], forward: LevelForward) -> list[ChainAnswers]:
+        """Run all forwards: first that of the pending tokens, then one for each level."""
+        self.launch(forward(batches.first(token_ids), None, None))
+        for level in range(1, batches.num_levels):
+            rows, wanted, placeholders, numbers = self.open()
+            self.launch(forward(batches.next(rows, placeholders, level), numbers, wanted))
+        return self.read()
 
     def launch(self, logits: torch.Tensor) -> None:
         """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size]."""
@@ -102,15 +136,16 @@ class ChainLevels:
         )
         self._levels.append((rows, found))
 
-    def open(self) -> tuple[Int64s, list[int], torch.Tensor]:
-        """Return the rows that want another token, the placeholders of their last ones and the numbers of those."""
+    def open(self) -> _Opened:
+        """Return what the next level's forward computes."""
         rows, found = self._levels[-1]
         wanted = np.flatnonzero(self._lengths[rows] > len(self._levels))
         self._rows = rows[wanted]
         if len(found) == 1:
-            return self._rows, placeholder_tokens(wanted), found[0].numbers[0].flatten()
+            return _Opened(self._rows, wanted, placeholder_tokens(wanted), found[0].numbers[0].flatten())
         places = np.argsort(np.concatenate([one.rows for one in found]))
-        return self._rows, placeholder_tokens(places[wanted]), torch.cat([one.numbers[0].flatten() for one in found])
+        numbers = torch.cat([one.numbers[0].flatten() for one in found])
+        return _Opened(self._rows, wanted, placeholder_tokens(places[wanted]), numbers)
 
     def read(self) -> list[ChainAnswers]:
         """Wait for the device, and return the chains: those of point masses, and those that were drawn."""

@@ -82,10 +82,11 @@ class Forward(PagedModel, Protocol[StateT]):
 class ChainsForward(Forward[StateT], Protocol[StateT]):
     """One that drafts chains as arrays."""
 
-    def take_tokens(self, states: Sequence[StateT], asks: Sequence[Ask]) -> int:
-        """Roll the states back to what their asks have in common with them; return how many tokens are pending.
+    def take_tokens(self, states: Sequence[StateT], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
+        """Roll the states back to what their asks have in common with them.
 
-        `begin` may follow instead of `run_chains`.
+        Return how many tokens are pending in all, and how many slots those of each state will have taken, int64
+        [num_asks]; None: arrays do not do for these. Either way, `begin` may follow instead of `run_chains`.
         """
 
     def run_chains(self, states: Sequence[StateT], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
@@ -143,15 +144,17 @@ class PagedDrafter(Generic[StateT]):
         states = [self._states.get(ask.key) or self._forward.new_state() for ask in asks]
         if any(state.ask is not None for state in states):
             return None
-        num_pending = self._chains.take_tokens(states, asks)
+        if (taken := self._chains.take_tokens(states, asks)) is None or taken[0] > max_num_tokens:
+            return None
         lengths = np.array([ask.length for ask in asks], np.int64)
-        num_tokens = np.array([len(ask.token_ids) for ask in asks], np.int64)
-        if num_pending > max_num_tokens or not self._reserve_all(states, num_tokens + lengths - 1):
+        if not self._reserve_all(states, taken[1] + lengths - 1):
             return None
         for ask, state in zip(asks, states, strict=True):
             self._states.pop(ask.key, None)
             self._states[ask.key] = state  # most recently asked
-        return self._chains.run_chains(states, asks, lengths)
+        answers = self._chains.run_chains(states, asks, lengths)
+        self._trim_all(states, np.array([state.num_slots for state in states]))
+        return answers
 
     def release(self, key: SessionKey) -> None:
         self.forget_outcomes(key)
@@ -226,9 +229,7 @@ class PagedDrafter(Generic[StateT]):
 
     def _reserve_all(self, states: Sequence[StateT], num_slots: Int64s) -> bool:
         """Give each state the KV blocks for its slots, at the cost of idle sessions only; False: they are too few."""
-        missing = -(-num_slots // self._pool.block_size) - np.array([len(state.block_table) for state in states])
-        for row in np.flatnonzero(missing < 0).tolist():
-            self._pool.trim(states[row].block_table, int(num_slots[row]))
+        missing = self._trim_all(states, num_slots)
         num_missing = int(missing.clip(min=0).sum())
         if num_missing > self._pool.num_free_blocks:
             asked = set(map(id, states))
@@ -240,6 +241,13 @@ class PagedDrafter(Generic[StateT]):
         for row in np.flatnonzero(missing > 0).tolist():
             states[row].block_table += self._pool.allocate(int(missing[row]))
         return True
+
+    def _trim_all(self, states: Sequence[StateT], num_slots: Int64s) -> Int64s:
+        """Release each state's blocks beyond its slots; return how many it lacks, int64 [num_states]; < 0: none."""
+        missing: Int64s = -(-num_slots // self._pool.block_size) - np.array([len(each.block_table) for each in states])
+        for row in np.flatnonzero(missing < 0).tolist():
+            self._pool.trim(states[row].block_table, int(num_slots[row]))
+        return missing
 
     def _run(self, step: Step[StateT], asked: Sequence[StateT] = ()) -> None:
         """Run a step. Where all of the `asked` draft chains, the chains grow to their end."""

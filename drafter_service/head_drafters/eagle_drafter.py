@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from outrider.drafter_service.engine.chain_levels import ChainBatches, ChainLevels
 from outrider.drafter_service.engine.draft_sampler import select_rows
-from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.drafter import Ask, ChainAnswers
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import Step
 from outrider.drafter_service.engine.placeholders import Placeholder, pack_placeholders
@@ -37,6 +39,8 @@ from outrider.drafter_service.head_drafters.head_batch import (
     pack_pairs,
 )
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.columns import Int64s
 from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
 
@@ -91,6 +95,43 @@ class HeadForward:
         levels.read()
         for state, num_followed in zip(growing, num_following, strict=True):
             state.num_stem += num_followed
+
+    def take_tokens(self, states: Sequence[HeadState], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
+        """As in `ChainsForward`; not for several parameter sets, nor where states are missing at the end."""
+        if self._is_switched or not all(map(self.can_draft, asks)):
+            return None
+        for state, ask in zip(states, asks, strict=True):
+            state.begin(ask, None)
+            state.settle()
+        if any(state.num_states < len(state.tokens) - 1 for state in states):
+            return None
+        num_pending = sum(state.num_states - state.num_true for state in states)
+        return num_pending, np.array([state.num_states - state.first for state in states], np.int64)
+
+    def run_chains(self, states: Sequence[HeadState], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
+        firsts = np.array([state.first for state in states], np.int64)
+        begins = np.array([state.num_true for state in states], np.int64)
+        ends = np.array([state.num_states for state in states], np.int64)
+        tables, num_levels = [state.block_table for state in states], int(lengths.max())
+        batches = ChainBatches(tables, begins - firsts, ends - firsts, num_levels, self.block_size, firsts)
+        parts = zip((ask.states for ask in asks), begins.tolist(), ends.tolist(), strict=True)
+        given = [states_[begin:end] for states_, begin, end in parts if states_ is not None]
+        hidden = self._runner.combine(torch.cat(given))
+
+        def forward(batch: ScheduledBatch, numbers: torch.Tensor | None, wanted: Int64s | None) -> torch.Tensor:
+            nonlocal hidden
+            if wanted is not None:
+                hidden = select_rows(hidden, wanted.tolist())
+            logits, hidden = self._runner.execute(batch, hidden, chosen=numbers)
+            return logits
+
+        levels = ChainLevels([ask.sampling for ask in asks], ends + 1, lengths, self._rules)
+        token_ids = [token_id for state in states for token_id in state.tokens[state.num_true + 1 :]]
+        answers = levels.grow(batches, token_ids, forward)
+        self.num_forwards += num_levels
+        for state in states:
+            state.num_true = state.num_cached = state.num_states
+        return answers
 
     def _chunk(self, state: HeadState, share: int) -> HeadChunk:
         nodes = state.next_nodes()

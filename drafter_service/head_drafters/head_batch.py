@@ -83,7 +83,7 @@ class HeadState(ForkableState):
             return [self.num_stem]
         return nodes_to_compute(tree, frontier, self.num_stem)
 
-    def begin(self, ask: Ask, growth: Growth) -> None:
+    def begin(self, ask: Ask, growth: Growth | None) -> None:
         """Take an ask up, from the pairs of the target's own states that it has in common with the ask before."""
         assert ask.states is not None
         tokens = list(ask.token_ids)

@@ -171,31 +171,26 @@ class ModelForward:
             state.follow_growth()
             state.num_cached += num_followed
 
-    def take_tokens(self, states: Sequence[ModelState], asks: Sequence[Ask]) -> int:
+    def take_tokens(self, states: Sequence[ModelState], asks: Sequence[Ask]) -> tuple[int, Int64s]:
         for state, ask in zip(states, asks, strict=True):
             state.take_tokens(ask.token_ids)
-        return sum(len(state.tokens) - state.num_cached for state in states)
+        num_tokens = np.array([len(state.tokens) for state in states], np.int64)
+        return int(num_tokens.sum()) - sum(state.num_cached for state in states), num_tokens
 
     def run_chains(self, states: Sequence[ModelState], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
         begins = np.array([state.num_cached for state in states], np.int64)
         ends = np.array([len(state.tokens) for state in states], np.int64)
-        last_ends = ends + lengths - 1
         tables, num_levels = [state.block_table for state in states], int(lengths.max())
         batches = ChainBatches(tables, begins, ends, num_levels, self.block_size)
         token_ids = [token_id for state in states for token_id in state.tokens[state.num_cached :]]
-        logits = self._runner.execute(batches.first(token_ids))
         positions = np.array([self._first_position(ask) for ask in asks], np.int64)
         levels = ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules)
-        levels.launch(logits)
-        for level in range(1, num_levels):
-            rows, placeholders, numbers = levels.open()
-            levels.launch(self._runner.execute(batches.next(rows, placeholders, level), numbers))
+        answers = levels.grow(batches, token_ids, lambda batch, numbers, _: self._runner.execute(batch, numbers))
         self.num_forwards += num_levels
-        answers = levels.read()
         for answer in answers:
             for row, drafted in zip(answer.rows, tokens_of(answer.chains), strict=True):
                 states[row].tokens += drafted
-        for state, end in zip(states, last_ends.tolist(), strict=True):
+        for state, end in zip(states, (ends + lengths - 1).tolist(), strict=True):
             state.num_cached = end
         return answers
 

@@ -41,7 +41,15 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.links.tensor_channel import ChannelLimits, TensorSender
-from outrider.verifier_service.messages.draft import Draft, DraftClient, DrafterEvent, States, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Draft,
+    DraftClient,
+    DrafterEvent,
+    Drafts,
+    States,
+    VerifierMessage,
+    each_draft,
+)
 from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
@@ -219,7 +227,7 @@ class WatchedClient:
     def poll(self) -> list[DrafterEvent]:
         events = self._client.poll()
         for event in events:
-            if isinstance(draft := event.message, Draft):
+            for draft in each_draft(event.message) if isinstance(event.message, Draft | Drafts) else ():
                 self.drafts.append((draft.request_id, draft.position, draft.token_ids))
         return events
 

@@ -15,9 +15,13 @@ from fakes.runner import NoisyRunner
 from outrider.drafter_service.engine.chain_levels import ChainBatches
 from outrider.drafter_service.engine.drafter import Ask, DraftsChains
 from outrider.drafter_service.engine.paged_drafter import MIN_ROWS, PagedDrafter
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner
+from outrider.drafter_service.heads.head_layer import DraftHead
+from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import Draft, Drafts
-from tiny.drafters import model_drafter
+from tiny.drafters import eagle_drafter, model_drafter
+from tiny.heads import eagle3_head, states_of
 
 VOCAB_SIZE, MAX_TOKENS, MAX_LENGTH = 13, 40, 5
 NUCLEUS = type(DRAWN)(temperature=0.7, top_p=0.8, top_k=5)
@@ -29,7 +33,7 @@ class Side:
     """A drafter, drafting as arrays where it can, or never."""
 
     drafter: PagedDrafter[Any]
-    runner: NoisyRunner
+    runner: NoisyRunner | None  # whose batches are compared
     rng: torch.Generator
     as_arrays: bool
     num_at_once: int = 0
@@ -38,6 +42,12 @@ class Side:
     def of(cls, *, as_arrays: bool, **sizes: int) -> Side:
         runner, rng = NoisyRunner(vocab_size=VOCAB_SIZE, **sizes), torch.Generator().manual_seed(0)
         return cls(model_drafter(runner, rng, vocab_size=VOCAB_SIZE - 1, top_n=4), runner, rng, as_arrays)
+
+    @classmethod
+    def of_head(cls, head: DraftHead, *, as_arrays: bool, num_blocks: int) -> Side:
+        runner = HeadRunner(SwitchedHeads([head]), num_blocks=num_blocks, block_size=4, max_model_len=64)
+        rng = torch.Generator().manual_seed(0)
+        return cls(eagle_drafter(runner, rng, top_n=4), None, rng, as_arrays)
 
     def step(self, asks: list[Ask], budget: int) -> list[Draft]:
         """Answer some of the asks, as an engine does; the drafts in the asks' order."""
@@ -57,6 +67,8 @@ class Side:
         return [found[row] for row in range(len(asks))]
 
     def take_batches(self) -> list[tuple[list[int], ...]]:
+        if self.runner is None:
+            return []
         batches, self.runner.batches = self.runner.batches, []
         return [
             (each.token_ids, each.positions, each.query_lengths, each.context_lengths, each.logits_indices)
@@ -67,8 +79,9 @@ class Side:
 class Rounds:
     """Sessions that come, go on with some of what was drafted, stay away for a while, and end."""
 
-    def __init__(self, seed: int, *, odd: bool) -> None:
-        self._rng, self._odd = random.Random(seed), odd
+    def __init__(self, seed: int, *, odd: bool, head: DraftHead | None = None) -> None:
+        self._rng, self._odd, self._head = random.Random(seed), odd, head
+        self._num_missing: dict[str, int] = {}  # of the target's states: the first tokens have none
         self._tokens: dict[str, list[int]] = {}
         self._samplings: dict[str, Any] = {}
         self._drafted: dict[str, tuple[int, ...]] = {}
@@ -79,7 +92,8 @@ class Rounds:
         rng = self._rng
         while len(self._tokens) < 8 and rng.random() < 0.6:
             name = str(rng.randrange(1000))
-            self._tokens[name] = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 9))]
+            self._tokens[name] = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 9))]
+            self._num_missing[name] = rng.randint(0, len(self._tokens[name]) - 2) if rng.random() < 0.2 else 0
             self._samplings[name] = rng.choice(SAMPLINGS)
         names = [name for name in self._tokens if rng.random() < 0.9]
         for name in names:
@@ -94,6 +108,8 @@ class Rounds:
         fields: dict[str, Any] = {"length": self._rng.randint(1, MAX_LENGTH)}
         if self._odd and self._rng.random() < 0.04:
             fields |= self._rng.choice([{"max_nodes": 6}, {"forced_ids": (3, 4)}])
+        if self._head is not None:
+            fields["states"] = states_of(self._tokens[name], self._head, self._num_missing[name])
         return ask_of(
             self._tokens[name], key=key(name), ask_id=self._num_asks, sampling=self._samplings[name], **fields
         )
@@ -119,7 +135,18 @@ class Rounds:
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_as_arrays_are_those_that_grow_one_by_one(seed: int, odd: bool, budget: int, num_blocks: int) -> None:
     arrays, singly = (Side.of(as_arrays=as_arrays, num_blocks=num_blocks) for as_arrays in (True, False))
-    rounds, names = Rounds(seed, odd=odd), set[str]()
+    require_equal(arrays, singly, Rounds(seed, odd=odd), budget)
+
+
+@pytest.mark.parametrize(("odd", "num_blocks"), [(False, 200), (True, 40)])
+def test_so_are_those_of_a_head(odd: bool, num_blocks: int) -> None:
+    head = eagle3_head()
+    arrays, singly = (Side.of_head(head, as_arrays=as_arrays, num_blocks=num_blocks) for as_arrays in (True, False))
+    require_equal(arrays, singly, Rounds(1, odd=odd, head=head), 256)
+
+
+def require_equal(arrays: Side, singly: Side, rounds: Rounds, budget: int) -> None:
+    names: set[str] = set()
     num_steps = 0
     for _ in range(24):
         waiting = {ask.ask_id: ask for ask in rounds.asks()}

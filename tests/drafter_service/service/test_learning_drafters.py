@@ -41,9 +41,11 @@ from outrider.verifier_service.messages.draft import (
     Commit,
     Draft,
     DrafterEvent,
+    Drafts,
     DraftSampling,
     Open,
     VerifierMessage,
+    each_draft,
 )
 from outrider.verifier_service.messages.engine import CONTROLS, ControlResult, Relay, UpdateDraftWeights
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -120,7 +122,7 @@ class LearningClient:
     def poll(self) -> list[DrafterEvent]:
         while self.engine.has_work():
             for _, message in self.engine.step():
-                self.drafts += [message] if isinstance(message, Draft) else []
+                self.drafts += each_draft(message) if isinstance(message, Draft | Drafts) else []
                 self._events.append(DrafterEvent(drafter_id="d", message=message))
             self.engine.check_integrity()
         while self.learning.has_work():

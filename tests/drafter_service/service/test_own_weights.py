@@ -30,7 +30,16 @@ from outrider.verifier_service.engine.control import EngineControl
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftSampling, Open, VerifierMessage
+from outrider.verifier_service.messages.draft import (
+    Commit,
+    Draft,
+    DrafterEvent,
+    Drafts,
+    DraftSampling,
+    Open,
+    VerifierMessage,
+    each_draft,
+)
 from outrider.verifier_service.messages.engine import ControlResult, FlushCache, Relay, UpdateDraftWeights
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
@@ -65,8 +74,8 @@ class Recording:
     def poll(self) -> list[DrafterEvent]:
         events = self.local.poll()
         for event in events:
-            if isinstance(event.message, Draft):
-                self.drafts[event.message.request_id, event.message.position] = event.message.token_ids
+            for draft in each_draft(event.message) if isinstance(event.message, Draft | Drafts) else ():
+                self.drafts[draft.request_id, draft.position] = draft.token_ids
         return events
 
 
