@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -140,3 +141,20 @@ class DraftEngineConfig:
             raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
         if min(self.max_tree_nodes, self.max_state_bytes) < 0:
             raise ValueError("max_tree_nodes and max_state_bytes must be 0 or positive")
+
+
+def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """Return the first id outside [0, vocab_size), or None."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return None
+    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+
+
+def known_prefix(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids before the first one outside [0, vocab_size)."""
+    return tuple(itertools.takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))
+
+
+def known_or_none(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return ids of which each belongs to its place, or none where one is outside [0, vocab_size)."""
+    return tuple(token_ids) if first_bad_token(token_ids, vocab_size) is None else ()

@@ -19,6 +19,9 @@ from outrider.drafter_service.engine.drafter import (
     Remembers,
     SessionKey,
     TakesTexts,
+    first_bad_token,
+    known_or_none,
+    known_prefix,
 )
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.learning_messages import ServedSample
@@ -33,7 +36,6 @@ from outrider.drafter_service.engine.sessions import (
 )
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
-from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
 from outrider.verifier_service.messages.columns import Chains
 from outrider.verifier_service.messages.draft import (
     Close,
@@ -261,13 +263,12 @@ class DraftEngine:
         rows = zip(frame.request_ids, *(column.tolist() for column in numbers), strict=True)
         for request_id, round_id, position, count, max_length in rows:
             begin, end = end, end + count
-            key = SessionKey(peer, request_id)
-            session = self._sessions.get(key)
+            session = self._sessions.get(key := SessionKey(peer, request_id))
             if session is None or position != len(session.token_ids):
                 self._ask_for_resync(key)
                 continue
             self._append(session, token_ids[begin:end], now_s)
-            self._begin_round(session, round_id, max_length, now_s, in_columns=True)
+            self._begin_round(session, round_id, max_length, now_s, in_columns=True, told=None)
 
     def _append(self, session: Session, token_ids: Sequence[int], now_s: float) -> None:
         """Take tokens that were committed; a round that is not answered is over."""
@@ -278,14 +279,7 @@ class DraftEngine:
         session.token_ids.extend(token_ids)
 
     def _begin_round(
-        self,
-        session: Session,
-        round_id: int,
-        max_length: int,
-        now_s: float,
-        *,
-        in_columns: bool,
-        told: Commit | None = None,
+        self, session: Session, round_id: int, max_length: int, now_s: float, *, in_columns: bool, told: Commit | None
     ) -> None:
         """Ask the drafter, unless there is nothing to draft; `told`: what else was said for the draft."""
         session.take_pause(now_s)
@@ -308,7 +302,7 @@ class DraftEngine:
         )
         if told is not None:
             ask.max_nodes = max(0, min(told.max_nodes, self._config.max_tree_nodes))
-            ask.predicted_ids = self._known_predictions(told)
+            ask.predicted_ids = known_or_none(told.predicted_ids, self.vocab_size)
             ask.forced_ids = known_prefix(told.forced_ids[:length], self.vocab_size)
         session.round = Round(ask, round_id, now_s, in_columns)
         self._asked[ask.ask_id] = session
@@ -316,11 +310,6 @@ class DraftEngine:
             draft = self._spare_time.answer(ask, session.pause_s.value)
             if draft is not None:
                 self._answer(draft, was_ahead=True)
-
-    def _known_predictions(self, message: Commit) -> tuple[int, ...]:
-        """Return the predictions, or none where one is no token: each belongs to its place, so none can be left out."""
-        is_known = first_bad_token(message.predicted_ids, self.vocab_size) is None
-        return message.predicted_ids if is_known else ()
 
     def _check_tokens(self, key: SessionKey, token_ids: Sequence[int], *, may_be_empty: bool) -> None:
         """Refuse a session with ids outside the vocabulary: a resync would bring the same ids again."""

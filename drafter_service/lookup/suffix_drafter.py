@@ -14,9 +14,8 @@ import heapq
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey, first_bad_token
 from outrider.drafter_service.engine.learning_messages import ServedSample
-from outrider.drafter_service.engine.tokens import first_bad_token
 from outrider.drafter_service.engine.tree_growth import result_of
 from outrider.drafter_service.lookup.prompt_history import PromptHistories, check_ids
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree

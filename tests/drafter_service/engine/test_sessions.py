@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey, first_bad_token, known_prefix
 from outrider.drafter_service.engine.sessions import (
     Round,
     Session,
     SessionTable,
     in_turns,
 )
-from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
 from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling, States
 
 GREEDY = DraftSampling(temperature=0.0)
