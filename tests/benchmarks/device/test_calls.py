@@ -11,9 +11,9 @@ from benchmarks.device.engines import PROMPT_LENGTH, Pair, Played, beside, playe
 from benchmarks.device.played import VirtualClock
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
-FEW, MANY, NUM_SETTLING, NUM_STEPS = 8, 24, 16, 4
+FEW, MANY, NUM_SETTLING, NUM_STEPS = 8, 24, 40, 16
 OURS = ("verifier_service", "drafter_service", "<string>")  # the last: what dataclasses and named tuples are made by
-PAIR = Pair(max_requests=MANY)
+PAIR = Pair(is_warm=False)
 
 
 def num_calls(played: Played, num_requests: int) -> float:
