@@ -48,7 +48,7 @@ def run(played: Played, num_steps: int) -> None:
         num_steps -= played.engine.step() is not None
 
 
-@pytest.mark.parametrize(("has_drafter", "most"), [(False, 18), (True, 160)])
+@pytest.mark.parametrize(("has_drafter", "most"), [(False, 9), (True, 66)])
 def test_one_more_request_costs_few_calls(has_drafter: bool, most: float):
     """Before rows were taken in one pass, 2026-11-29: 93 without drafts, 417 with drafts of four."""
     few, many = (
