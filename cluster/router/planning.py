@@ -2,8 +2,8 @@
 
 A plan's length is a bound: the verifier decides step by step how much a request drafts. The router decides who may
 draft at all, by one rule per verifier and report:
-1. What the operator pins holds: off, always one length, or vLLM's table of lengths by batch size.
-2. A request that opted out, or that no drafter serves, runs without drafts.
+1. A request that opted out, whose operator switched drafts off, or that no drafter serves, runs without drafts.
+2. What the operator pins holds: always one length, or vLLM's table of lengths by batch size.
 3. Any other request may draft while its verifier's price is below `NEVER`. The price is what a draft token takes from
    the batch, in committed tokens; at `NEVER` no draft pays.
 4. Near the end of the KV pool drafts bring preemptions: from `kv_pressure_from` on the price is at least the pressure,
@@ -100,6 +100,8 @@ def plan_speculation(
     def plan_of(drafter: DrafterState | None, cap: int | None, worth: float) -> SpeculationPlan:
         if cap == 0:
             return off(DisabledReason.REQUEST_OPT_OUT)
+        if blanket is DisabledReason.CONFIG:  # with drafters or without: the operator looks at his own switch first
+            return off(blanket)
         if drafter is None:
             return off(assigner.reason)
         if blanket is not None:

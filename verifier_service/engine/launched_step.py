@@ -27,8 +27,8 @@ _NO_TOKENS = VerifiedTokens([], ())
 class LaunchedStep:
     """One step between its launch and its end.
 
-    A step is *pipelined* if placeholders for its tokens were committed before these are read. The next step is launched
-    then, unless a draft is to be asked for.
+    A step has placeholders if some were committed in place of its tokens before these are read. The next step is
+    launched then, unless a draft is to be asked for.
     """
 
     schedule: Schedule
@@ -40,11 +40,11 @@ class LaunchedStep:
     waited_since_s: float  # when the step could have begun without waiting for drafts
     exposed_s: float  # from `waited_since_s` to the launch
     void: set[str] = field(default_factory=set)  # requests whose placeholder was filled wrongly: their rows are ignored
-    early_price: PricedStep | None = None  # given to pricing before the step was read; None: not pipelined
-    wanted: Sequence[WantedDraft] = ()  # drafts to ask for after a pipelined step
+    early_price: PricedStep | None = None  # given to pricing before the step was read; None: no placeholders
+    wanted: Sequence[WantedDraft] = ()  # drafts to ask for after a step with placeholders
 
     @property
-    def is_pipelined(self) -> bool:
+    def has_placeholders(self) -> bool:
         return self.early_price is not None
 
     def outcomes(
@@ -55,7 +55,7 @@ class LaunchedStep:
         `verified` has the tokens of each sampling item, in order. `until_finished` cuts a request's tokens after the
         first that ends it, given the number of tokens that it had before.
         """
-        tokens_of, is_pipelined, void = iter(verified), self.is_pipelined, self.void
+        tokens_of, has_placeholders, void = iter(verified), self.has_placeholders, self.void
         outcomes: list[Outcome] = []
         for item, row in zip(self.schedule.items, self.first_rows, strict=True):
             request, draft = item.request, item.draft
@@ -63,7 +63,7 @@ class LaunchedStep:
             if requests.get(request.request_id) is not request or request.request_id in void:
                 continue
             committed, path, finish_reason = tokens.token_ids, tokens.path, None
-            num_tokens = len(request.token_ids) - (is_pipelined and item.samples)
+            num_tokens = len(request.token_ids) - (has_placeholders and item.samples)
             if num_tokens + len(committed) >= request.limit or not request.stop_ids.isdisjoint(committed):
                 committed, finish_reason = until_finished(request, committed, num_tokens)
             follows_leaf = draft is not None and is_leaf(draft, path)

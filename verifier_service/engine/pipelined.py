@@ -37,7 +37,7 @@ class PipelinedEngine(VerifierEngine):
             return None
         self._next = self._launch_after(step) if self.launches_early else None
         meanwhile()
-        if not step.is_pipelined:  # else pricing already has the step, without its time
+        if not step.has_placeholders:  # else pricing already has the step, without its time
             self.pricing.learn()
         return self._finish(step)
 
@@ -102,7 +102,7 @@ class PipelinedEngine(VerifierEngine):
             step.early_price.step_s, step.early_price.exposed_s = step_s, step.exposed_s
 
     def _commit(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
-        if not step.is_pipelined:
+        if not step.has_placeholders:
             super()._commit(step, outcomes)
             return
         for outcome in outcomes:
@@ -110,7 +110,7 @@ class PipelinedEngine(VerifierEngine):
                 outcome.item.request.token_ids[-1] = outcome.committed[0]
 
     def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
-        if step.is_pipelined:
+        if step.has_placeholders:
             requests = self._requests
             here = [one for one in step.wanted if requests.get(one.request.request_id) is one.request]
             self.drafting.send(here, self._ended_s)

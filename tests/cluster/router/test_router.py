@@ -117,6 +117,12 @@ class TestWishes:
             assert (fleet.lengths["r0"], fleet.reasons["r0"]) == (length, reason)
             assert fleet.reasons["out"] == "request_opt_out"
 
+    def test_what_is_switched_off_is_named_where_there_are_no_drafters_either(self):
+        fleet = Fleet(MEMORY_BOUND, drafters=(), policy=RouterPolicy(mode=PolicyMode.OFF))
+        fleet.add("r")
+        fleet.run(2)
+        assert fleet.reasons == {"r": "config"}
+
     def test_no_profile_is_warmup(self):
         fleet = Fleet(())
         fleet.add("r")
