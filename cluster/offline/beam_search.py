@@ -12,7 +12,7 @@ from outrider.cluster.offline.outputs import Logprob, logprobs_by_id
 from outrider.cluster.offline.prompt_run import RunContext
 from outrider.verifier_service.messages.beam_search import BeamSearch
 from outrider.verifier_service.messages.draft import require
-from outrider.verifier_service.messages.request import MAX_LOGPROBS, FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.request import MAX_LOGPROBS, GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
 
 
@@ -93,8 +93,8 @@ class BeamRun:
 
     def found(self, output: RequestOutput) -> BeamSearchOutput:
         """Return the search's result; raises `ValueError` if the engine has refused it."""
-        if output.finish_reason is FinishReason.ERROR:
-            raise ValueError(output.error)
+        if not output.beams:
+            raise ValueError(output.error or f"the search has ended: {output.finish_reason}")
         return BeamSearchOutput(sequences=[self._sequence(index, beam) for index, beam in enumerate(output.beams)])
 
     def _sequence(self, index: int, beam: RequestOutput) -> BeamSearchSequence:
@@ -108,8 +108,12 @@ class BeamRun:
             is_new_text=False,
             num_prompt_logprobs=None,
         )
-        shared: dict[str, Any] = {"metrics": context.metrics, "clock": context.clock, "started_s": context.clock()}
-        choice = Choice.of(request, index, self.message, context.codec, context.eos_token_ids, **shared)
+        choice = Choice.of(
+            *(request, index, self.message, context.codec, context.eos_token_ids),
+            metrics=context.metrics,
+            clock=context.clock,
+            started_s=context.clock(),
+        )
         chunk = choice.absorb(beam)
         assert chunk.finish_reason is not None, "a beam comes whole"
         num_top = self.message.sampling.logprobs or 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
+from outrider.drafter_service.engine.drafter import GREEDY, Ask, Drafter, SessionKey
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
@@ -22,13 +22,12 @@ from outrider.drafter_service.service.speculative_config import Method as Served
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DraftSampling
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
-GREEDY = DraftSampling(temperature=0.0)
 MAX_NUM_TOKENS = 512  # of one step of the drafter
 
 

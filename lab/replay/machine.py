@@ -14,7 +14,7 @@ import numpy.typing as npt
 from outrider.lab.replay.hindsight import Recorded
 from outrider.lab.replay.traces import LOOK_UPS, TraceError, drafted_places, read_traces
 
-EAGLE, NGRAM = "eagle", "ngram"  # as recorded
+EAGLE = "eagle"  # as recorded
 NUM_TRACES = 60  # the first of a file, of which a bound is taken
 
 IntArray = npt.NDArray[np.int64]

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
+from outrider.drafter_service.engine.drafter import GREEDY, Ask, Drafter, SessionKey
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling
+from outrider.verifier_service.messages.draft import ROOT, Draft
 
-GREEDY = DraftSampling(temperature=0.0)
 NO_BUDGET = 1 << 31  # these drafters compute nothing
 NUM_TREE_NODES = 8
 

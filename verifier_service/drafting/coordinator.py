@@ -160,7 +160,7 @@ class DraftCoordinator:
         max_lengths = np.array([asked.max_length if asked is not None else 0 for asked in rounds], np.int64)
         are_bad = check_drafts(frame, draft_vocab_size=drafter.vocab_size, max_lengths=max_lengths).tolist()
         of_round: AnsweredRound | None = None
-        num_held = num_attached = 0
+        num_held = 0
         for draft, session, asked, is_bad in zip(frame.drafts(), own, rounds, are_bad, strict=True):
             request = requests.get(draft.request_id)
             if (
@@ -177,14 +177,13 @@ class DraftCoordinator:
                 of_round = AnsweredRound(drafter_id=drafter_id, asked_s=asked.asked_s, received_s=now_s)
                 drafter.timer_of(session).observe(now_s - asked.asked_s)
             num_held += session.has_answered and request.hold_until_s is not None
-            num_attached += 1
+            self.round_trip_s.observe(now_s - asked.asked_s)
             drafter.breaker.record_success(now_s)  # in turn with the failures of others
             session.round, session.has_answered = None, True
             request.hold_until_s, request.draft = None, draft
             answered[draft.request_id] = of_round
         if of_round is not None:
             drafter.late_share.observe(now_s, is_late=False, count=num_held)
-            self.round_trip_s.observe(now_s - of_round.asked_s, num_attached)
 
     def _on_draft(self, drafter_id: str, draft: Draft, requests: Mapping[str, Request], now_s: float) -> None:
         request, session = requests.get(draft.request_id), self._sessions.get(draft.request_id)

@@ -64,6 +64,11 @@ class BeamSearches:
         self._groups: dict[str, _Group] = {}  # by the client's request
         self._group_of: dict[str, _Group] = {}  # by each of a group's requests
 
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests with any state here."""
+        return {*self._group_of, *self._groups}
+
     def add(self, request: Request) -> None:
         """Begin a search, if the request, which the scheduler has, asks for one."""
         if request.sampling.beams is not None:

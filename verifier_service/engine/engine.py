@@ -213,7 +213,7 @@ class VerifierEngine:
             "the scheduler's requests are not the engine's"
         )
         kept = self._extras.request_ids | self.drafting.request_ids | self.pricing.request_ids
-        kept |= self.mask_rows.request_ids
+        kept |= self.mask_rows.request_ids | self._beams.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:

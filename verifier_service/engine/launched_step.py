@@ -72,7 +72,7 @@ class LaunchedStep:
         return outcomes
 
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
-        """Return the step's shape for pricing, without the tokens of void or finished requests."""
+        """Return the shape for pricing: without the tokens of void or finished requests, with the context of all."""
         num_tokens = sum([outcome.item.num_new_tokens for outcome in outcomes])
         return StepShape(num_tokens, sum(self.schedule.batch.context_lengths))
 

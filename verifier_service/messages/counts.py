@@ -33,10 +33,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, or several equal ones."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += count
-        self.total += value * count
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.total += value
 
     def counts(self) -> HistogramCounts:
         """Return the present state."""

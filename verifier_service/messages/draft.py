@@ -332,11 +332,6 @@ class Drafts(Chains):
             **self.columns_of(rows),
         )
 
-    def draft(self, row: int) -> Draft:
-        """Return one row as a message of its own."""
-        begin = int(self.lengths[:row].sum())
-        return self._draft(row, begin, begin + int(self.lengths[row]))
-
     def drafts(self) -> Iterator[Draft]:
         """Yield each row as a message of its own."""
         ends = self.lengths.cumsum()

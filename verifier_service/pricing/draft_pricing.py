@@ -127,7 +127,7 @@ class DraftPricing:
     @property
     def request_ids(self) -> set[str]:
         """The requests with any state here."""
-        return self.books.table.request_ids - self._gone
+        return (self.books.table.request_ids | {*self._off}) - self._gone
 
     def can_learn_later(self, num_requests: int) -> bool:
         """Return whether a step's requests may ask again before it is learnt from: a price is there, or not needed."""
@@ -197,6 +197,8 @@ class DraftPricing:
             drafter, longest = self._usual
             bounds = np.full(len(asks), longest)
         table.rounds.widen(longest)
+        table.requests.num_rounds_off += self._num_off  # before requests that are new, whose own count is spread
+        self._num_off = 0
         rows = table.rows([ask.request.request_id for ask in asks])
         rounds, requests = Rounds(len(asks), table.rounds.width), table.requests
         rounds.kind[:], rounds.drafter[:], rounds.bound = kind, drafter, bounds
@@ -207,9 +209,6 @@ class DraftPricing:
             rounds.is_opening |= [ask.request.plan.is_off for ask in asks]
         self._policy(kind).ask(self.books, load, rows, rounds, limits)
         requests.drafter[rows], requests.has_answer[rows] = drafter, ~rounds.is_opening
-        if self._num_off:
-            requests.num_rounds_off += self._num_off
-            self._num_off = 0
         requests.num_rounds_off[rows] = (requests.num_rounds_off[rows] + 1) * (rounds.length == 0)
         answers = self._asked(rows, rounds, can_be_off=bool(first.bound) and kind != PINNED)
         is_kept = kind == PRICED and (load.level.price.value >= NEVER or not first.bound)
@@ -299,7 +298,10 @@ class DraftPricing:
             survivals *= within(num_drafted, width)
         kept = num_drafted.copy()
         is_probe = table.rounds.is_probe[rows]
-        for kind, own in groups_of(table.rounds.kind[rows]):
+        # an optimum over a step's own survivals is for point masses alone (docs/exactness.md, "The trap")
+        is_drawn = np.array([draft.draft_probs is not None for draft in drafts])
+        kinds = np.where(is_drawn & (table.rounds.kind[rows] == FOUND), PRICED, table.rounds.kind[rows])
+        for kind, own in groups_of(kinds):
             kept[own] = self._policy(kind).cut(load, survivals[own], num_drafted[own], is_probe[own])
         for place in (kept < num_tokens + are_trees).nonzero()[0].tolist():
             draft, depth = drafts[place], int(kept[place])

@@ -1,7 +1,8 @@
 """Who decides how long a draft is: a policy for each kind of round.
 
-`ask` sets the lengths of rounds that begin. `cut` says how much of the drafts that came is verified; it may look at
-survivals and counts alone, never at drawn tokens (docs/exactness.md, "The trap").
+`ask` sets the lengths of rounds that begin. `cut` says how much of the drafts that came is verified: of drawn ones the
+positions up to the first that a price of earlier steps exceeds. An optimum over the survivals of the step itself is for
+point masses alone, since a later confidence depends on an earlier token (docs/exactness.md, "The trap").
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def bins_of_rows(confidences: Sequence[Sequence[float] | None], width: int) -> I
     bins = np.zeros((len(confidences), width), np.int64)
     told = [claims or () for claims in confidences]
     flat = np.array([*chain.from_iterable(told)])
-    if len(flat) == len(told) * len(told[0]):
+    if len({*map(len, told)}) == 1:
         bins[:, : len(told[0])] = bins_of(flat).reshape(len(told), -1)
     elif len(flat):
         bins[within(np.array([*map(len, told)]), width)] = bins_of(flat)

@@ -116,7 +116,10 @@ class GrammarCompiler:
         return marks
 
     def prepare(self, sampling: SamplingParams) -> None:
-        """Compile what a request asks for; raises `ValueError` naming `structured`."""
+        """Load the tokens, which beams that end by texts need alone, and compile what a request asks for.
+
+        Raises `ValueError` naming `structured`.
+        """
         if sampling.structured is not None:
             self.compile(sampling.structured)
         if sampling.thought is not None:

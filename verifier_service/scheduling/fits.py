@@ -15,6 +15,8 @@ def check_fits(request: Request, pool: BlockPool, num_tokens: int, *, max_model_
         )
     if request.num_tokens >= num_tokens:
         raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")
+    if request.is_background and request.num_seats > 1:
+        raise ValueError("is_background: not with beam search")
     if request.num_seats > max_num_seqs:
         raise ValueError(f"n: {request.num_seats} beams, and at most {max_num_seqs} requests run at a time")
     num_shared = (request.num_prompt_tokens - 1) // pool.block_size  # by beams, however they part

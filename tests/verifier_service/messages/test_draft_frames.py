@@ -57,7 +57,7 @@ def test_a_frame_of_drafts_says_what_its_rows_do(drafts: list[Draft]) -> None:
     drafts = [replace(one, draft_probs=one.draft_probs or None) for one in drafts]
     frame = decode(encode(Drafts.of(drafts)), DRAFTER_MESSAGES)
     assert list(frame.drafts()) == drafts
-    assert [frame.draft(index) for index in range(len(frame))] == drafts
+    assert [*frame.drafts()] == drafts
     assert list(frame.take([len(drafts) - 1, 0]).drafts()) == [drafts[-1], drafts[0]]
 
 

@@ -244,3 +244,12 @@ def test_usual_survivals_are_those_after_any_outcome():
         assert estimator.survivals("newcomer", "d", 1) == pytest.approx([after], abs=0.05)
         usual.append(estimator.survivals("newcomer", "d", 1, are_usual=True))
     assert usual[0] == usual[1] == pytest.approx([0.5], abs=0.05)
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 3), (1, 3, 2), (0, 2, 1), (2, 2, 2), (3,), (0, 0)])
+def test_the_bins_of_rows_are_those_of_each_row_alone(lengths: Sequence[int]):
+    """Lengths that sum to as much as equal ones would: a later confidence may not move to another place."""
+    rng = random.Random(7)
+    rows = [[rng.random() for _ in range(length)] for length in lengths]
+    together = bins_of_rows(rows, 3)
+    assert together.tolist() == [bins_of_rows([row], 3)[0].tolist() for row in rows]
