@@ -8,14 +8,12 @@ Tensors without scales are read as they are, so that modules a checkpoint leaves
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,17 +33,14 @@ from outrider.verifier_service.formats.layouts import (
     Shape,
     gptq,
 )
+from outrider.verifier_service.formats.stated import FIELD, Config, stated_config
 
-CONFIG_NAME = "config.json"
-_MODELOPT_NAME = "hf_quant_config.json"  # older files of ModelOpt say nothing in config.json
 QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
 # of activations and of the KV cache, neither of which is quantised here
 _UNUSED = re.compile(
     r"\.(input_scale(_inv)?|input_zero_point|input_global_scale|activation_scale(_inv)?|[qkv]_scale|[qkv]_zero_point|"
     r"kv_scale|output_scale)$"
 )
-
-Config = Mapping[str, Any]
 
 
 class FormatError(WeightError):
@@ -65,16 +60,8 @@ def read_format(folder: Path) -> Format | None:
 
     Raises `FormatError`.
     """
-    whole = _read(folder / CONFIG_NAME)
-    parts = (whole, whole.get("text_config") or {})
-    config = next((part[_FIELD] for part in parts if part.get(_FIELD) is not None), None)
-    if config is None and (said := _read(folder / _MODELOPT_NAME).get("quantization")):
-        config = {"quant_method": "modelopt", **said}
+    config = stated_config(folder)
     return None if config is None else format_of(config)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def format_of(config: Config) -> Format:
@@ -104,9 +91,9 @@ def _compressed_tensors(config: Config) -> tuple[Layout, ...]:
     for group in groups:
         _require("num_bits", (group.get("weights") or {}).get("num_bits", 8), (4, 8))
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise FormatError(f"{_FIELD}.sparsity_config: sparse weights are not read")
+        raise FormatError(f"{FIELD}.sparsity_config: sparse weights are not read")
     if (config.get("transform_config") or {}).get("config_groups"):
-        raise FormatError(f"{_FIELD}.transform_config: turned weights are not read")
+        raise FormatError(f"{FIELD}.transform_config: turned weights are not read")
     return PACK_QUANTIZED, MXFP4_PACKED, NVFP4, FP8, INT8  # NVFP4 has MXFP4's tensors and one more
 
 
@@ -129,10 +116,9 @@ def _modelopt(config: Config) -> tuple[Layout, ...]:
 
 def _require(name: str, given: object, known: tuple[object, ...]) -> None:
     if given not in known:
-        raise FormatError(f"{_FIELD}.{name}: {given!r} is not read, only {', '.join(map(str, known))}")
+        raise FormatError(f"{FIELD}.{name}: {given!r} is not read, only {', '.join(map(str, known))}")
 
 
-_FIELD = "quantization_config"
 _COMPRESSED = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mixed-precision", "dense"),

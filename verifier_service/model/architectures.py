@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.formats.gguf import local_path
+from outrider.verifier_service.formats.stated import stated_config
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.model.config import ModelConfig
@@ -210,6 +211,8 @@ def _read_whole(folder: Path, config: ModelConfig) -> PreTrainedConfig:
 
 
 def _require_readable_weights(folder: Path, description: PreTrainedConfig) -> None:
+    if stated_config(folder) is None:
+        return
     from outrider.verifier_service.formats.quantized import FormatError, read_format  # imported here: it needs torch
 
     try:
