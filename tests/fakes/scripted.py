@@ -32,6 +32,7 @@ from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     Close,
     Commit,
+    Commits,
     Draft,
     Open,
     SparseRow,
@@ -275,7 +276,7 @@ class ScriptedLink:
     async def exchange(self, relays: Sequence[Relay]) -> list[Relay | PeerState]:
         """Send the frames; return one answer per commit, in the order in which the commits were sent."""
         self._pool.send(relays)
-        return await self._wait_for(sum(peek_type(relay.payload) == "Commit" for relay in relays))
+        return await self._wait_for(sum(map(_num_asks, relays)))
 
     async def _wait_for(self, num_messages: int) -> list[Relay | PeerState]:
         self._num_wanted = num_messages
@@ -422,3 +423,9 @@ async def run_scenario(scenario: Scenario, requests: Iterable[GenerationRequest]
         result = await Driver(scenario, link, drafts).run(iter(requests))
         await link.close()
     return result
+
+
+def _num_asks(relay: Relay) -> int:
+    """Return how many commits a frame has: the rows of columns are answered one by one."""
+    kind = peek_type(relay.payload)
+    return len(decode(relay.payload, (Commits,))) if kind == "Commits" else int(kind == "Commit")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.beam_search import BeamSearch
 from outrider.verifier_service.messages.draft import Commit, Commits, Draft, Drafts, DraftSampling, SparseRow
 from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE
 from outrider.verifier_service.messages.history import PastResponse
@@ -66,6 +67,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
 }
+BEAMS = SamplingParams(beams=BeamSearch(width=3, stop=("x",)), num_speculative_tokens=0, max_tokens=20)
 # Of the fields that a dataclass itself checks.
 _SAMPLING_SHAPE = {
     "temperature": st.floats(0.0, 100.0),
@@ -81,9 +83,12 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     GenerationRequest: {
         "priority": st.integers(-1000, 1000),
         "target_inter_token_ms": st.none() | st.floats(0.0, 60_000.0, exclude_min=True),
+        "sampling": st.deferred(lambda: values_of(SamplingParams) | st.just(BEAMS)),
     },
+    RequestOutput: {"beams": st.just(())},  # outputs of outputs
     SamplingParams: {
         **_SAMPLING_SHAPE,
+        "beams": st.none(),  # they allow few others: `BEAMS`
         "max_tokens": st.integers(20, 1 << 40),
         "min_tokens": st.integers(0, 20),
         "bad_words": st.lists(st.lists(INTEGERS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),

@@ -24,7 +24,15 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
+from outrider.verifier_service.messages.draft import (
+    DRAFT_PROB_SCALE,
+    ROOT,
+    Draft,
+    Drafts,
+    Resync,
+    SparseRow,
+    each_draft,
+)
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity
 from outrider.verifier_service.messages.wire import decode, encode
@@ -149,16 +157,17 @@ class FaultyPort:
         return self._port.load()
 
     def _answer(self, payload: bytes, deliver: Tell) -> None:
-        message = decode(payload, (Draft, Resync))
+        message = decode(payload, (Draft, Drafts, Resync))
         if isinstance(message, Resync):
             deliver(payload)
             return
-        self.num_drafts += 1
-        for changed in self.fault.change(message):
-            if self.fault.delay_s:
-                threading.Timer(self.fault.delay_s, deliver, (changed,)).start()
-            else:
-                deliver(changed)
+        for draft in each_draft(message):
+            self.num_drafts += 1
+            for changed in self.fault.change(draft):
+                if self.fault.delay_s:
+                    threading.Timer(self.fault.delay_s, deliver, (changed,)).start()
+                else:
+                    deliver(changed)
 
 
 def _embedded_engine(config: ServiceConfig) -> DraftEngine:

@@ -76,7 +76,7 @@ class TinyFamily:
     def text_type(self) -> str:
         """The model_type of the text part, as the engine serves it."""
         named = str(self.text.get("model_type", self.model_type))
-        return {"step3p7": "step3p5", "kimi_k2": "deepseek_v3"}.get(named, named)
+        return {"step3p7": "step3p5", "kimi_k2": "deepseek_v3", "dots3_note": "dots3_note_text"}.get(named, named)
 
 
 def layers_not_blocks(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
