@@ -117,8 +117,7 @@ ROOMS = {
     "lab/bench": (
         "lab replay cluster/common cluster/config cluster/offline cluster/client verifier_service/messages "
         "verifier_service/model verifier_service/engine verifier_service/pricing verifier_service/sampling "
-        "drafter_service/engine drafter_service/heads drafter_service/head_drafters drafter_service/service "
-        "drafter_service/embedded"
+        "drafter_service/heads drafter_service/head_drafters drafter_service/service drafter_service/embedded"
     ),
     "lab/peers": (
         "lab bench cluster/common cluster/config cluster/offline verifier_service/formats verifier_service/model "

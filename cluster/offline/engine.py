@@ -170,6 +170,24 @@ class RankProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def start_drafter(
+    opening: contextlib.ExitStack,
+    ranks: RankProcesses,
+    size: int = 1,
+    starting: contextlib.AbstractContextManager[None] | None = None,
+) -> tuple[Connection, DrafterReady]:
+    """Start a drafter's ranks, which end with `opening`, and wait until it is loaded; return the pipe to the first.
+
+    `starting` is entered while they start.
+    """
+    opening.callback(ranks.close)
+    listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
+    with starting or contextlib.nullcontext():
+        ranks.start()
+    pipe = listener.accept(ranks.are_alive)
+    return pipe, decode(pipe.recv_bytes(), (DrafterReady,))
+
+
 class OfflineEngine:
     """Generate without a server, with the same engine and drafter code.
 
@@ -210,14 +228,10 @@ class OfflineEngine:
         size = spec.speculative.draft_tensor_parallel_size
         spec = dataclasses.replace(spec, takes_orders=True)  # of this program
         ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
-        opening.callback(ranks.close)
-        listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
         opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
-        with _cores_set_aside(size * (self.config.model.threads_per_rank or 1)):
-            ranks.start()
-        pipe = listener.accept(ranks.are_alive)
+        aside = _cores_set_aside(size * (self.config.model.threads_per_rank or 1))
+        pipe, ready = start_drafter(opening, ranks, size, aside)
         self.drafter_pids = ranks.pids
-        ready = decode(pipe.recv_bytes(), (DrafterReady,))
         client = PipeDraftClient(pipe, "process", ready)
         opening.callback(client.close)
         return client

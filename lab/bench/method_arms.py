@@ -21,8 +21,7 @@ import torch
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.known_models import drafter_paths
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.offline.engine import PipeDraftClient, RankProcesses
-from outrider.drafter_service.engine.messages import DrafterReady
+from outrider.cluster.offline.engine import PipeDraftClient, RankProcesses, start_drafter
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.methods import METHODS, Kind, Method
@@ -36,9 +35,8 @@ from outrider.verifier_service.messages.draft import DraftClient, DrafterEvent, 
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.messages.wire import decode
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+from outrider.verifier_service.model.ranks import RankSpec
 from outrider.verifier_service.model.runner import ParallelRunner
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.verification import DoneVerification, Verification, begin
@@ -341,11 +339,7 @@ def _load(model: ModelConfig) -> ParallelRunner:
 
 def _start_drafter(opening: contextlib.ExitStack, spec: DrafterSpec) -> PipeDraftClient:
     """Start the drafter's process and wait until it is loaded."""
-    ranks = RankProcesses(run_drafter_rank, spec, size=1, first_rank=0)
-    opening.callback(ranks.close)
-    listener = opening.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
-    ranks.start()
-    pipe = listener.accept(ranks.are_alive)
-    client = PipeDraftClient(pipe, "far", decode(pipe.recv_bytes(), (DrafterReady,)))
+    pipe, ready = start_drafter(opening, RankProcesses(run_drafter_rank, spec, size=1, first_rank=0))
+    client = PipeDraftClient(pipe, "far", ready)
     opening.callback(client.close)
     return client

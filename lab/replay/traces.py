@@ -105,8 +105,9 @@ def count_accepted(draft: Draft, coming: Sequence[int]) -> int:
     return max(depths.values())
 
 
+NGRAM = "ngram"
 LOOK_UPS: dict[str, tuple[Make, int]] = {  # by name, with the nodes of a tree
-    "ngram": (lambda vocab_size: NgramDrafter(vocab_size=vocab_size), 0),
+    NGRAM: (lambda vocab_size: NgramDrafter(vocab_size=vocab_size), 0),
     "suffix": (lambda vocab_size: SuffixDrafter(vocab_size=vocab_size), 0),
     "suffix+tree": (lambda vocab_size: SuffixDrafter(vocab_size=vocab_size), NUM_TREE_NODES),
 }

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from benchmarks.draft_lengths.table import Point, count_points, run_table
 from benchmarks.policy import COLUMNS, verdict
 from benchmarks.study import study
-from outrider.lab.replay.machine import EAGLE, NGRAM
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE
+from outrider.lab.replay.traces import NGRAM, Trace
 
 
 def point(**changed: object) -> Point:

@@ -20,7 +20,7 @@ import pytest
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
 from exactness.small_engines import Generated
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
+from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses, start_drafter
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.payloads import handle_payload
@@ -33,10 +33,14 @@ from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import DraftClient, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.link import DRAFTER_MESSAGES
-from outrider.verifier_service.messages.request import GenerationRequest, VerificationMode
+from outrider.verifier_service.messages.request import (
+    GenerationRequest,
+    SamplingParams,
+    SpeculationPlan,
+    VerificationMode,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.ranks import PipeListener
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from tiny.forking import FORKING
@@ -256,6 +260,25 @@ class Bench:
         show(engine)
         return drive(engine, requests)
 
+    def require_same_tokens(
+        self, options: Mapping[str, Any], speculative: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """Run prompts greedily, without drafts and with those of a drafter in the verifier."""
+        requests = [
+            GenerationRequest(
+                request_id=str(index),
+                prompt_token_ids=tuple(prompt),
+                sampling=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+                plan=SpeculationPlan(draft_length=speculative["num_speculative_tokens"]),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        plain = self.run(ServiceConfig(**options, num_drafters=0), requests)
+        here = {**speculative, "location": "verifier"}
+        drafted = self.run(ServiceConfig(**options, speculative_config=here), requests)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.num_draft_tokens > 0
+
     def verifier(self, spec: VerifierSpec, client: DraftClient) -> VerifierEngine:
         return build_engine(self._runner(spec.model), spec, client)
 
@@ -276,12 +299,9 @@ class Bench:
     def _start(self, spec: DrafterSpec) -> tuple[Connection, DrafterReady]:
         self._exit.close()  # the process before it: they are large
         ranks = RankProcesses(run_drafter_rank, spec, 1, first_rank=0, context=FORKING)
-        self._exit.callback(ranks.close)
-        listener = self._exit.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
-        ranks.start()
-        pipe = listener.accept(ranks.are_alive)
+        pipe, ready = start_drafter(self._exit, ranks)
         self._exit.callback(pipe.close)
-        return pipe, decode(pipe.recv_bytes(), (DrafterReady,))
+        return pipe, ready
 
     def draft_model(self, spec: DrafterSpec) -> ParallelRunner | None:
         return self._runner(spec.model) if spec.loads_model and spec.model is not None else None

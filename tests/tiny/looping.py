@@ -118,7 +118,7 @@ class Loop(Shell):
         super().__init__()
         self.clock = clock
         self._weights, self._change_draft, self._takes_orders = weights, change_draft, takes_orders
-        self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
+        self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE, max_model_len=512, num_blocks=256)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)

@@ -151,7 +151,7 @@ class DraftCoordinator:
     def _on_drafts(self, drafter_id: str, frame: Drafts, requests: Mapping[str, Request], now_s: float) -> None:
         """Attach a frame's chains that are good and in time, in one pass; `_on_draft` takes each of the others.
 
-        A frame is one observation of the round trip, for each time at which some of it was asked for.
+        For the next deadline a frame counts once, for each time at which some of it was asked for.
         """
         drafter, sessions, answered = self._drafters[drafter_id], self._sessions, self._answered
         found = [sessions.get(request_id) for request_id in frame.request_ids]

@@ -32,13 +32,14 @@ def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) 
 
 def output_logprobs(outcomes: Sequence[Outcome], step: LaunchedStep) -> list[tuple[TokenLogprobs, ...] | None]:
     """Return the logprobs of each outcome's committed tokens; None where the request did not ask for them."""
-    asking = [outcome for outcome in outcomes if outcome.item.request.sampling.logprobs is not None]
+    samplings = [outcome.item.request.sampling for outcome in outcomes]
+    wanted = [sampling.logprobs if sampling.beams is None else None for sampling in samplings]  # beams read their own
+    asking = [outcome for outcome, num_top in zip(outcomes, wanted, strict=True) if num_top is not None]
     if not asking:
         return [None] * len(outcomes)
     edits = step.edits()
     queries = [_query(outcome, edits.get(outcome.item.request.request_id)) for outcome in asking]
     found = iter(token_logprobs(step.logits, queries))
-    wanted = (outcome.item.request.sampling.logprobs for outcome in outcomes)
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
 
 

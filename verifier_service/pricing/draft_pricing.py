@@ -197,8 +197,9 @@ class DraftPricing:
             drafter, longest = self._usual
             bounds = np.full(len(asks), longest)
         table.rounds.widen(longest)
-        table.requests.num_rounds_off += self._num_off  # before requests that are new, whose own count is spread
-        self._num_off = 0
+        if self._num_off:  # before requests that are new, whose own count is spread
+            table.requests.num_rounds_off += self._num_off
+            self._num_off = 0
         rows = table.rows([ask.request.request_id for ask in asks])
         rounds, requests = Rounds(len(asks), table.rounds.width), table.requests
         rounds.kind[:], rounds.drafter[:], rounds.bound = kind, drafter, bounds

@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 
 # Who decides how long a draft is: the price; each for itself, as it is found in no time; what each brings, beside what
 # it and the masks for the next one cost; the operator, whatever it costs; a guess from the request's own `prediction`.
+# 0 is the price: it decides of rounds that were never begun. Up to MASKED drafts are decided here, and a step's base is
+# the step without them; what an operator or a client asks for stays in it.
 PRICED, FOUND, MASKED, PINNED, PREDICTED = range(5)
 
 

@@ -116,11 +116,6 @@ def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) ->
     tokens = choices.tolist()
     committed, places, start = [], [], 0
     for entry in entries:
-        if entry.draft is None:
-            committed.append(VerifiedTokens([tokens[start]], ()))
-            places.append(start)
-            start += 1
-            continue
         path: list[int] = []
         end = start  # the row in which the path ends
         for index, (token_id, parent) in enumerate(zip(entry.draft_token_ids, parents_of(entry.draft), strict=True)):

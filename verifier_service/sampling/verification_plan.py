@@ -13,7 +13,7 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import upload, upload_rows
 from outrider.verifier_service.messages.request import VerificationMode
-from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
+from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, row_counts, rows_of_members
@@ -108,19 +108,9 @@ class VerificationPlan:
         for group in self._groups:
             start = 0  # of an entry among the group's rows
             for index in group.members:
-                draft, (end, token_id) = self._entries[index].draft, next(found)
-                if draft is None:
-                    committed[index] = VerifiedTokens([token_id], ())
-                    start += 1
-                    continue
-                if draft.parents is None:
-                    num_accepted = end - start
-                    tokens = [*draft.token_ids[:num_accepted], token_id]
-                    committed[index] = VerifiedTokens(tokens, tuple(range(num_accepted)))
-                else:
-                    path = path_to(self._entries[index], end - start)
-                    committed[index] = VerifiedTokens.along(draft, path, token_id)
-                start += 1 + len(draft.token_ids)
+                entry, (end, token_id) = self._entries[index], next(found)
+                committed[index] = VerifiedTokens.along(entry.draft, path_to(entry, end - start), token_id)
+                start += entry.num_rows
         unsure_rows = [row for group in self._groups for row in group.unsure_rows]
         wrong = [row for row, is_right in zip(unsure_rows, numbers[2 * num_entries :], strict=True) if not is_right]
         return [committed[index] for index in range(num_entries)], wrong
@@ -128,7 +118,9 @@ class VerificationPlan:
 
 def path_to(entry: VerificationEntry, row: int) -> tuple[int, ...]:
     """Return the draft tokens that lead to a row of the entry."""
-    return () if row == 0 else (*ancestors(parents_of(entry.draft), row - 1), row - 1)
+    if entry.draft is None or entry.draft.parents is None:
+        return tuple(range(row))
+    return () if row == 0 else (*ancestors(entry.draft.parents, row - 1), row - 1)
 
 
 def _greedy(entries: Entries, device: torch.device) -> Judge:

@@ -22,7 +22,7 @@ from benchmarks.device.played import (
     PlayedTarget,
     WallClock,
 )
-from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
+from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses, start_drafter
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
@@ -40,8 +40,8 @@ from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, w
 from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineUpdate, Published
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
-from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connect, keep_loaded
+from outrider.verifier_service.messages.wire import encode
+from outrider.verifier_service.model.ranks import RankSpec, connect, keep_loaded
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -159,13 +159,9 @@ def beside(pair: Pair, clock: Clock) -> Played:
 @contextlib.contextmanager
 def apart(pair: Pair) -> Iterator[Played]:
     """Return a verifier with its drafter in a process of its own, on a device of its own."""
-    ranks = RankProcesses(_run_drafter, pair, 1, first_rank=0)
     with contextlib.ExitStack() as opening:
-        opening.callback(ranks.close)
-        listener = opening.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
-        ranks.start()
-        pipe = listener.accept(ranks.are_alive)
-        client = PipeDraftClient(pipe, "process", decode(pipe.recv_bytes(), (DrafterReady,)))
+        pipe, ready = start_drafter(opening, RankProcesses(_run_drafter, pair, 1, first_rank=0))
+        client = PipeDraftClient(pipe, "process", ready)
         opening.callback(client.close)
         yield played_engine(pair, WallClock(), client)
 

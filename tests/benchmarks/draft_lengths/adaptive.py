@@ -21,7 +21,8 @@ from benchmarks.draft_lengths.recorded_drafters import OTHER_TOKEN, RecordedPool
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome
 from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.lookup.ngram_drafter import PRIOR
-from outrider.lab.replay.machine import NGRAM, MachineFit
+from outrider.lab.replay.machine import MachineFit
+from outrider.lab.replay.traces import NGRAM
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan

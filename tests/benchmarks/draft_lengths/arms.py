@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload
-from outrider.lab.replay.machine import EAGLE, NGRAM, FloatArray, IntArray, MachineFit
+from outrider.lab.replay.machine import EAGLE, FloatArray, IntArray, MachineFit
+from outrider.lab.replay.traces import NGRAM
 
 PROBE_EVERY = 16  # rounds of a request: one of them on the drafter that looks worse
 PRIOR_ROUNDS = 4.0  # of a request's mean, toward that of all

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.lab.replay.machine import EAGLE, NGRAM
+from outrider.lab.replay.machine import EAGLE
+from outrider.lab.replay.traces import NGRAM
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
 
 OTHER_TOKEN = -1  # stands where no draft token was right

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from benchmarks.draft_lengths.recorded_lookup import recorded_kinds
 from outrider.drafter_service.lookup.ngram_index import Kind
-from outrider.lab.replay.machine import EAGLE, NGRAM, IntArray, MachineFit
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE, IntArray, MachineFit
+from outrider.lab.replay.traces import NGRAM, Trace
 
 MAX_LENGTH = 8  # of a draft
 

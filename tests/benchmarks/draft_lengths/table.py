@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from benchmarks.draft_lengths.adaptive import Adaptive
 from benchmarks.draft_lengths.arms import FixedLength, clairvoyant, oracle
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Policy, ReplayFigures, Workload, replay_policy
-from outrider.lab.replay.machine import EAGLE, NGRAM, MachineFit
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE, MachineFit
+from outrider.lab.replay.traces import NGRAM, Trace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DRAFTERS = {"n-gram": (NGRAM,), "EAGLE": (EAGLE,), "hybrid": (NGRAM, EAGLE)}

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.draft_lengths.adaptive import Adaptive
 from benchmarks.draft_lengths.arms import FixedLength, oracle
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, Policy, StepOutcome, Workload, replay_policy
-from outrider.lab.replay.machine import EAGLE, NGRAM, IntArray, MachineFit
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE, IntArray, MachineFit
+from outrider.lab.replay.traces import NGRAM, Trace
 
 
 def batch(size: int, drafters: int = 1) -> Batch:

@@ -13,8 +13,8 @@ from benchmarks.draft_lengths.arms import (
     oracle,
 )
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload, replay_policy
-from outrider.lab.replay.machine import EAGLE, NGRAM, FloatArray, MachineFit
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE, FloatArray, MachineFit
+from outrider.lab.replay.traces import NGRAM, Trace
 
 # 1 s a step and 0.1 s a token; drafts are free
 PLAIN = MachineFit(

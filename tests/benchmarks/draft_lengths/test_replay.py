@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.draft_lengths.replay import MAX_LENGTH, Batch, Drafts, StepOutcome, Workload, replay_policy
-from outrider.lab.replay.machine import EAGLE, NGRAM, MachineFit
-from outrider.lab.replay.traces import Trace
+from outrider.lab.replay.machine import EAGLE, MachineFit
+from outrider.lab.replay.traces import NGRAM, Trace
 
 FLAT = MachineFit(
     fixed_s=1.0, token_s=0.0, context_token_s=0.0, overhead_s=0.0, eagle_fixed_s=0.5, eagle_token_s=0.0,

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from outrider.cluster.offline.beam_search import BeamSearchParams
 from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.verifier_service.messages.beam_search import BeamSearch
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     LogitBias,
@@ -59,7 +61,10 @@ def test_every_field_of_the_engines_has_a_public_one():
     own = {field.name for field in dataclasses.fields(SamplingParams)}
     renamed = {"structured": "structured_outputs", "acceptance": "rejection_sample_method"}
     asked = {renamed.get(field.name, field.name) for field in dataclasses.fields(EngineSamplingParams)}
-    assert asked - {"thought"} <= own, "thoughts are a chat's: their marks come with a template"
+    assert asked - {"thought", "beams"} <= own, "thoughts are a chat's: their marks come with a template"
+    renamed = {"width": "beam_width"}  # beams are asked for by a call of their own
+    asked = {renamed.get(field.name, field.name) for field in dataclasses.fields(BeamSearch)}
+    assert asked <= {field.name for field in dataclasses.fields(BeamSearchParams)}
 
 
 def test_the_engine_is_told_what_was_asked_for():

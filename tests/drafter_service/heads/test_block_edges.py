@@ -13,12 +13,10 @@ from safetensors.torch import save_file
 
 from exactness.drafter_cells import Bench
 from fakes.drafter_play import ask_of, draft_of
-from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service.heads.block_edges import EdgesConfig
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.heads.head_layer import HeadError
 from outrider.drafter_service.models.dflash_drafter import DFlashModel
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_hidden
 from tiny.drafters import one_pass_drafter
 from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, states_of
@@ -142,20 +140,8 @@ def test_drafts_change_no_token(kind: str, bench: Bench, tmp_path: Path) -> None
     (tmp_path / "head").mkdir()
     write(tmp_path / "head", make_head(kind), kind)
     options = {"model": str(tmp_path / "target"), "seed": 0, "device": "cpu"}
-    speculative = {"method": kind, "model": str(tmp_path / "head"), "location": "verifier", "num_speculative_tokens": 4}
-    requests = [
-        GenerationRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(PROMPT[index:]),
-            sampling=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-            plan=SpeculationPlan(draft_length=4),
-        )
-        for index in range(2)
-    ]
-    plain = bench.run(ServiceConfig(**options, num_drafters=0), requests)
-    drafted = bench.run(ServiceConfig(**options, speculative_config=speculative), requests)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_draft_tokens > 0
+    speculative = {"method": kind, "model": str(tmp_path / "head"), "num_speculative_tokens": 4}
+    bench.require_same_tokens(options, speculative, [PROMPT, PROMPT[1:]])
 
 
 def test_a_head_of_another_type_is_refused_by_name(tmp_path: Path) -> None:

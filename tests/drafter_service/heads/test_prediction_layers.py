@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from exactness.drafter_cells import Bench
-from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import load_heads
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
 from tiny.hub.prediction_layers import HIDDEN_SIZE, PREDICTION_LAYERS, Reference, pairs, write_prediction_layer
 from tiny.models import random_sequences, relative_difference
@@ -52,17 +50,5 @@ def test_its_logits_are_those_of_the_librarys_layer(written: tuple[Path, Referen
 def test_drafts_change_no_token(written: tuple[Path, Reference], bench: Bench) -> None:
     folder, _ = written
     options = {"model": str(folder), "seed": 0, "max_model_len": 160, "device": "cpu"}
-    speculative = {"method": "mtp", "location": "verifier", "num_speculative_tokens": 3}
-    requests = [
-        GenerationRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-            plan=SpeculationPlan(draft_length=3),
-        )
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    plain = bench.run(ServiceConfig(**options, num_drafters=0), requests)
-    drafted = bench.run(ServiceConfig(**options, speculative_config=speculative), requests)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_draft_tokens > 0
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    bench.require_same_tokens(options, speculative, PROMPTS)

@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from exactness.drafter_cells import Bench
-from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.head_layer import load_heads
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.formats.checkpoint import Checkpoint
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
 from tiny.hub.families import make_family_checkpoint
 from tiny.hub.prediction_layers import pairs
@@ -274,17 +272,5 @@ def bench() -> Iterator[Bench]:
 def test_drafts_change_no_token(folders: tuple[Path, Path], bench: Bench) -> None:
     target, head = folders
     options = {"model": str(target), "seed": 0, "device": "cpu", "max_model_len": 160}
-    speculative = {"method": "eagle3", "model": str(head), "location": "verifier", "num_speculative_tokens": 3}
-    requests = [
-        GenerationRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-            plan=SpeculationPlan(draft_length=3),
-        )
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    plain = bench.run(ServiceConfig(**options, num_drafters=0), requests)
-    drafted = bench.run(ServiceConfig(**options, speculative_config=speculative), requests)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_draft_tokens > 0
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    bench.require_same_tokens(options, speculative, PROMPTS)

@@ -18,7 +18,7 @@ from support.engines import ENGINES, EngineSide, OwnSide, PlayedSide, engine_sid
 from tiny.loop_thread import PATIENCE_S
 
 FIRST, SECOND = (5, 9, 2), (7, 8)
-LONG = 60  # tokens: nobody ends meanwhile
+LONG = 400  # tokens: nobody ends meanwhile
 
 
 @pytest.fixture(params=ENGINES)
