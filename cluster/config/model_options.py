@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outrider.cluster.common.options import Options, Positive, option
 from outrider.cluster.config.known_models import is_embedded, path_of
-from outrider.verifier_service.model.config import Device, Dtype, ModelConfig, Quantization
+from outrider.verifier_service.model.config import Device, Dtype, KVCacheDtype, ModelConfig, Quantization
 
 _OF_ALL_CHECKPOINTS = (
     *("dtype", "device", "trust_remote_code", "max_model_len", "block_size", "kv_cache_memory_bytes"),
@@ -43,6 +43,7 @@ class ModelOptions(Options):
     enforce_eager: bool = option(False, "Capture no steps as CUDA graphs; without CUDA, none is.")
     max_model_len: Positive | None = option(None, "Longest sequence in tokens. Default: the model's own limit.")
     kv_cache_memory_bytes: Positive | None = option(None, "KV pool of one rank. Default: from the free memory.")
+    kv_cache_dtype: KVCacheDtype = option("auto", "Of the target's KV pool. fp8 (E4M3): half of the memory.")
     block_size: Positive = option(16, "Tokens per KV block.")
     threads_per_rank: Positive | None = option(None, "CPU threads of each rank. Default: a fair share of the cores.")
     gpu_share: Annotated[float, Field(gt=0, le=1)] = option(1.0, "GPU per rank; 0.5: two ranks share one.")
@@ -65,6 +66,7 @@ class ModelOptions(Options):
             revision=self.revision if path == self.model else None,
             quantization=self.quantization if path == self.target_path else None,
             num_cached_experts=self.num_cached_experts if path == self.target_path else None,
+            kv_cache_dtype=self.kv_cache_dtype if path == self.target_path else "auto",
             tensor_parallel_size=tensor_parallel_size,
             num_threads=self.threads_per_rank or 1,
             may_be_shorter=path != self.target_path,

@@ -29,7 +29,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     "num_cached_experts",
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "seed"),
-    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size", "enable_prefix_caching"),
     *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
 OUTRIDER: Final = "outrider"  # engines
@@ -240,6 +240,8 @@ class ServiceConfig(PoolsConfig):
             return self
         if self.model.quantization is not None:
             raise ValueError("quantization: int8 and fp8 are our own engine's; vLLM's go into engine_kwargs")
+        if self.model.kv_cache_dtype != "auto":
+            raise ValueError("kv_cache_dtype: our own engine's; vLLM's goes into engine_kwargs")
         if self.model.num_cached_experts is not None:
             raise ValueError("num_cached_experts: our own engine's; vLLM has options of its own for offloading")
         if self.check_integrity:

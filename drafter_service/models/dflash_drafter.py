@@ -113,8 +113,7 @@ class DFlashModel:
         at = torch.tensor(slots, device=self._device)
         layers = self._head.context_kv(features, torch.tensor(positions, device=self._device))
         for layer, (key, value) in enumerate(layers):
-            self.pool.keys[layer].index_copy_(0, at, key)
-            self.pool.values[layer].index_copy_(0, at, value)
+            self.pool.write(layer, at, key, value)
 
 
 @dataclass(frozen=True, slots=True)

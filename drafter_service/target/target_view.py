@@ -72,6 +72,7 @@ class TargetView:
         slot = source_of.get(slot, slot)  # it is moved by the next batch
         pool = self._runner.pool
         keys = pool.keys[sorted(pool.keys)[len(pool.keys) // 2]]
-        blocks = keys.view(pool.num_blocks, pool.block_size, -1)
-        means = blocks.index_select(0, torch.tensor(block_ids, device=keys.device)).float().mean(dim=1)
+        blocks = movable(keys).view(pool.num_blocks, pool.block_size, -1)
+        read = blocks.index_select(0, torch.tensor(block_ids, device=keys.device))
+        means = read.view(keys.dtype).float().mean(dim=1)
         return means @ keys[slot].flatten().float()

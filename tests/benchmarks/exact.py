@@ -69,6 +69,7 @@ class Row:
 @click.argument("model")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
 @click.option("--num-prompts", type=click.IntRange(1, 64), default=64, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--concurrency", "concurrencies", default="1,8,16", show_default=True, callback=numbers)
@@ -77,7 +78,8 @@ def exact(model: str, markdown_file: Path | None, **options: Any) -> None:
     """Compare MODEL's tokens with drafts on and off, in company and behind a prefix cache; fails where they differ."""
     rows = measure(model, **options)
     text = "\n".join(markdown_table((*HEADINGS, *COUNTS), [row.cells for row in rows], num_left=2))
-    page = f"{describe_machine()}; {options['dtype']}, {options['quantization'] or 'weights as they are'}\n\n{text}"
+    held = f"{options['quantization'] or 'weights as they are'}, KV {options['kv_cache_dtype']}"
+    page = f"{describe_machine()}; {options['dtype']}, {held}\n\n{text}"
     show_page(page, PLAIN_WIDTH, markdown_file)
     require_same(*(row.tally for row in rows))
 
@@ -85,7 +87,7 @@ def exact(model: str, markdown_file: Path | None, **options: Any) -> None:
 def measure(
     model: str, *, concurrencies: Sequence[int], num_prompts: int, max_tokens: int, **served: str | None
 ) -> list[Row]:
-    """Generate in every way; `served`: dtype and quantization."""
+    """Generate in every way; `served`: dtype, quantization, dtype of the KV."""
     config, _ = planned_config({"model": model, "speculation": "off", **served}, drafter_process=False)
     target = config.verifier_spec.model
     prompts = encoded_prompts(target)[:num_prompts]

@@ -1,6 +1,7 @@
 """A model in each quantised format: memory, time per token on one core, and agreement with its bfloat16 tokens.
 
-PYTHONPATH=tests python -m benchmarks.formats FOLDER SCRATCH     a table, as Markdown; docs/results/formats.md
+PYTHONPATH=tests python -m benchmarks.formats FOLDER SCRATCH     a table, as Markdown; docs/results/formats.md; words: of
+                                                                 formats with one of them in their name
 PYTHONPATH=tests python -m benchmarks.formats --layer SCRATCH    an 8 B model in FP8, from one layer of its shape
 
 Times are of CPU, so that other work on the machine changes them little. A format has a process of its own.
@@ -51,15 +52,17 @@ INT4 = Scheme(
     write=lambda weight: pack_quantized(weight, group=64),
     config=compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64),
 )
-# scheme of the checkpoint, and how its linear layers are held
-FORMATS: dict[str, tuple[Scheme | None, str | None]] = {
-    "bfloat16": (None, None),
-    "bfloat16, `--quantization int8`": (None, "int8"),
-    "FP8, blocks of 128 x 128": (FP8_BLOCKS, None),
-    "FP8, `--quantization int8`": (FP8_BLOCKS, "int8"),
-    "INT4, groups of 64": (INT4, None),
-    "INT4, `--quantization int8`": (INT4, "int8"),
-    "INT8, a scale for each row": (SCHEMES["compressed-int8"], None),
+# scheme of the checkpoint, and how its linear layers and its KV are held
+FORMATS: dict[str, tuple[Scheme | None, dict[str, str]]] = {
+    "bfloat16": (None, {}),
+    "bfloat16, `--kv-cache-dtype fp8`": (None, {"kv_cache_dtype": "fp8"}),
+    "bfloat16, `--quantization int8`": (None, {"quantization": "int8"}),
+    "FP8, blocks of 128 x 128": (FP8_BLOCKS, {}),
+    "FP8, `--quantization int8`": (FP8_BLOCKS, {"quantization": "int8"}),
+    "INT4, groups of 64": (INT4, {}),
+    "INT4, `--quantization int8`": (INT4, {"quantization": "int8"}),
+    "INT4, a scale for each row": (SCHEMES["compressed-int4-rows"], {}),
+    "INT8, a scale for each row": (SCHEMES["compressed-int8"], {}),
 }
 
 
@@ -99,7 +102,7 @@ def answer(runner: ModelRunner, prompt: list[int]) -> tuple[list[int], float]:
     return tokens, time.process_time() - begun
 
 
-def measure(folder: Path, quantization: str | None, answers: list[list[int]]) -> Found:
+def measure(folder: Path, held: dict[str, str], answers: list[list[int]]) -> Found:
     """`answers`: of the bfloat16 model; none: it is this one."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = [[{"role": "user", "content": text}] for text in ASKED]
@@ -108,11 +111,11 @@ def measure(folder: Path, quantization: str | None, answers: list[list[int]]) ->
         path=str(folder),
         dtype="bfloat16",
         device="cpu",
-        quantization=quantization,  # type: ignore[arg-type]
         num_kv_blocks=32,
         block_size=BLOCK_SIZE,
         num_threads=1,
         check_logits=False,
+        **held,  # type: ignore[arg-type]
     )
     begun = time.process_time()
     runner = ModelRunner(config, TensorParallelGroup.single())
@@ -150,24 +153,26 @@ def share(first: list[list[int]], second: list[list[int]]) -> float:
     return sum(one == other for one, other in pairs) / len(pairs)
 
 
-def in_a_process(folder: Path, quantization: str | None, answers: Path) -> Found:
-    command = [sys.executable, "-m", "benchmarks.formats", "--one", str(folder), quantization or "", str(answers)]
+def in_a_process(folder: Path, held: dict[str, str], answers: Path) -> Found:
+    command = [sys.executable, "-m", "benchmarks.formats", "--one", str(folder), json.dumps(held), str(answers)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return Found(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def table(folder: Path, scratch: Path, write: Callable[[str], object]) -> None:
+def table(folder: Path, scratch: Path, wanted: list[str], write: Callable[[str], object]) -> None:
     write("| checkpoint | weights held | process | load, CPU | tokens/s of CPU | same next | same text |")
     write("|---|---:|---:|---:|---:|---:|---:|")
     answers, first = scratch / "answers.json", None
     answers.write_text("[]")
-    for name, (scheme, quantization) in FORMATS.items():
+    for name, (scheme, held) in FORMATS.items():
+        if wanted and first and not any(part in name for part in wanted):
+            continue
         place = scratch / "model"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
         if scheme is not None:
             quantize(place, scheme)
-        found = in_a_process(place, quantization, answers)
+        found = in_a_process(place, held, answers)
         first = first or found
         answers.write_text(json.dumps(first.tokens))
         sizes = " | ".join(f"{size / 1e6:.0f} MB" for size in (found.model_bytes, found.rss_bytes))
@@ -199,8 +204,8 @@ def one_layer(scratch: Path) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "--one":
         known = json.loads(Path(sys.argv[4]).read_text())
-        sys.stdout.write(json.dumps(asdict(measure(Path(sys.argv[2]), sys.argv[3] or None, known))) + "\n")
+        sys.stdout.write(json.dumps(asdict(measure(Path(sys.argv[2]), json.loads(sys.argv[3]), known))) + "\n")
     elif sys.argv[1] == "--layer":
         sys.stdout.write(one_layer(Path(sys.argv[2])))
     else:
-        table(Path(sys.argv[1]), Path(sys.argv[2]), lambda line: print(line, flush=True))  # noqa: T201
+        table(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], lambda line: print(line, flush=True))  # noqa: T201

@@ -30,7 +30,7 @@ struct Attend {  // as kernels.Attend
     const int32_t* seen_starts;  // [num_tokens + 1] where in `seen` those begin that a query sees besides its prefix
     const int32_t* seen;         // packed indices: a tree token's ancestors, itself, later masks of its block
     // of the layer
-    const void *query, *key, *value;
+    const void *query, *key, *value;  // key null: the caches have both already
     void *output, *key_cache, *value_cache;
     int64_t query_stride, key_stride, value_stride;  // elements from token to token
     int32_t num_heads, num_kv_heads, head_dim, value_dim;
@@ -80,7 +80,7 @@ inline void for_each_slot(const Attend& a, const Query<T>& q, Visit visit) {
 }
 
 // Attend for ROWS query heads of one token with CHUNKS * LANES numbers each; queries and sums stay in registers.
-template <typename T, int32_t CHUNKS, int32_t ROWS>
+template <typename T, typename C, int32_t CHUNKS, int32_t ROWS>
 struct Wide {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t count) {
         constexpr int32_t DIM = CHUNKS * LANES;
@@ -88,9 +88,9 @@ struct Wide {
         for (int32_t r = 0; r < ROWS; ++r) {
             for (int32_t c = 0; c < CHUNKS; ++c) queries[r][c] = load(q.query + r * DIM + c * LANES) * a.scale;
         }
-        const T* keys = static_cast<const T*>(a.key_cache) + q.kv_head * DIM;
+        const C* keys = static_cast<const C*>(a.key_cache) + q.kv_head * DIM;
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
-            const T* key = keys + slot * a.num_kv_heads * DIM;
+            const C* key = keys + slot * a.num_kv_heads * DIM;
             Floats products[ROWS] = {};
             for (int32_t c = 0; c < CHUNKS; ++c) {
                 const Floats chunk = load(key + c * LANES);
@@ -103,9 +103,9 @@ struct Wide {
     static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t count) {
         constexpr int32_t DIM = CHUNKS * LANES;
         Floats sums[ROWS][CHUNKS] = {};
-        const T* values = static_cast<const T*>(a.value_cache) + q.kv_head * DIM;
+        const C* values = static_cast<const C*>(a.value_cache) + q.kv_head * DIM;
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
-            const T* value = values + slot * a.num_kv_heads * DIM;
+            const C* value = values + slot * a.num_kv_heads * DIM;
             for (int32_t c = 0; c < CHUNKS; ++c) {
                 const Floats chunk = load(value + c * LANES);
                 for (int32_t r = 0; r < ROWS; ++r) sums[r][c] += chunk * weights[r * count + index];
@@ -118,11 +118,11 @@ struct Wide {
 };
 
 // Attend for one query head of any size.
-template <typename T>
+template <typename T, typename C>
 struct Plain {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t) {
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
-            const T* key = static_cast<const T*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
+            const C* key = static_cast<const C*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
             Floats sums = {};
             int32_t d = 0;
             for (; d + LANES <= a.head_dim; d += LANES) sums += load(q.query + d) * load(key + d);
@@ -135,7 +135,7 @@ struct Plain {
     static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t) {
         std::vector<float> sums(a.value_dim);
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
-            const T* value = static_cast<const T*>(a.value_cache) + (slot * a.num_kv_heads + q.kv_head) * a.value_dim;
+            const C* value = static_cast<const C*>(a.value_cache) + (slot * a.num_kv_heads + q.kv_head) * a.value_dim;
             for (int32_t d = 0; d < a.value_dim; ++d) sums[d] += weights[index] * widened(value[d]);
         });
         for (int32_t d = 0; d < a.value_dim; ++d) store(q.output + d, sums[d]);
@@ -169,16 +169,16 @@ void attend_rows(const Attend& a, const Query<T>& q, int32_t num_rows, std::vect
 }
 
 // Attend for as many of `num_rows` query heads as there are registers for; return how many.
-template <typename T, int32_t CHUNKS, int32_t ROWS>
+template <typename T, typename C, int32_t CHUNKS, int32_t ROWS>
 int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::vector<float>& scores) {
     if constexpr (CHUNKS == 0) {
-        attend_rows<T, Plain<T>>(a, q, 1, scores);
+        attend_rows<T, Plain<T, C>>(a, q, 1, scores);
         return 1;
     } else if (ROWS == 1 || num_rows >= ROWS) {
-        attend_rows<T, Wide<T, CHUNKS, ROWS>>(a, q, ROWS, scores);
+        attend_rows<T, Wide<T, C, CHUNKS, ROWS>>(a, q, ROWS, scores);
         return ROWS;
     } else if constexpr (ROWS > 1) {
-        return attend_most<T, CHUNKS, ROWS - 1>(a, q, num_rows, scores);
+        return attend_most<T, C, CHUNKS, ROWS - 1>(a, q, num_rows, scores);
     }
 }
 
@@ -197,7 +197,7 @@ std::vector<Span> spans_of(const Attend& a) {
     return spans;
 }
 
-template <typename T, int32_t CHUNKS>
+template <typename T, typename C, int32_t CHUNKS>
 void attend_all(const Attend& a) {
     constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : std::max(1, 16 / CHUNKS);  // 16 registers of sums
     const std::vector<Span> spans = spans_of(a);
@@ -227,22 +227,22 @@ void attend_all(const Attend& a) {
                                         kv_head, head, start, stop,
                                         static_cast<const T*>(a.query) + token * a.query_stride + head * a.head_dim,
                                         static_cast<T*>(a.output) + (token * a.num_heads + head) * a.value_dim};
-                    row += attend_most<T, CHUNKS, MOST_ROWS>(a, q, repeats - row, scores);
+                    row += attend_most<T, C, CHUNKS, MOST_ROWS>(a, q, repeats - row, scores);
                 }
             }
         }
     }
 }
 
-template <typename T>
+template <typename T, typename C = T>
 void attend(const Attend& a) {
-    write_cache<T>(a);
+    if (a.key) write_cache<T>(a);
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
-        case 32: return attend_all<T, 32 / LANES>(a);
-        case 64: return attend_all<T, 64 / LANES>(a);
-        case 128: return attend_all<T, 128 / LANES>(a);
-        case 256: return attend_all<T, 256 / LANES>(a);
-        default: return attend_all<T, 0>(a);
+        case 32: return attend_all<T, C, 32 / LANES>(a);
+        case 64: return attend_all<T, C, 64 / LANES>(a);
+        case 128: return attend_all<T, C, 128 / LANES>(a);
+        case 256: return attend_all<T, C, 256 / LANES>(a);
+        default: return attend_all<T, C, 0>(a);
     }
 }
 
@@ -250,3 +250,5 @@ void attend(const Attend& a) {
 
 extern "C" void outrider_attend_float32(const Attend* a) { attend<float>(*a); }
 extern "C" void outrider_attend_bfloat16(const Attend* a) { attend<BFloat16>(*a); }
+extern "C" void outrider_attend_float32_fp8(const Attend* a) { attend<float, Fp8>(*a); }
+extern "C" void outrider_attend_bfloat16_fp8(const Attend* a) { attend<BFloat16, Fp8>(*a); }

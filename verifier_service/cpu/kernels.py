@@ -28,7 +28,7 @@ FLAGS = (  # sums keep their order, infinities and NaN stay
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-Wno-psabi"),
 )
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 COMPILE_TIMEOUT_S = 120.0
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -67,7 +67,10 @@ class Kernels:
         name = NAMES[dtype]
         # short calls keep the GIL: getting it back from another thread may take longer than the call
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        self.attend: Function = _function(long, f"attend_{name}", (ctypes.POINTER(Attend),))
+        self.attend: dict[torch.dtype, Function] = {  # by the caches' dtype
+            dtype: _function(long, f"attend_{name}", (ctypes.POINTER(Attend),)),
+            torch.float8_e4m3fn: _function(long, f"attend_{name}_fp8", (ctypes.POINTER(Attend),)),
+        }
         self.linear: dict[torch.dtype, Function] = {  # by the weight's dtype
             weight: _function(long, f"linear_{name}_{NAMES[weight]}", _LINEAR) for weight in (dtype, torch.int8)
         }

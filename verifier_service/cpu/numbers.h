@@ -11,6 +11,10 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+struct Fp8 {
+    uint8_t bits;
+};
+
 inline float widened(float value) { return value; }
 
 inline float widened(BFloat16 value) {
@@ -40,6 +44,7 @@ constexpr int32_t LANES = 4;
 #endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 
@@ -54,6 +59,20 @@ inline Floats load(const float* numbers) { return read<Floats>(numbers); }
 
 inline Floats load(const BFloat16* numbers) {
     return (Floats)(__builtin_convertvector(read<Halves>(numbers), Words) << 16);
+}
+
+// FP8 (E4M3): a sign, 4 bits of exponent with bias 7, 3 of fraction; all ones is NaN, there is no infinity
+inline Floats load(const Fp8* numbers) {
+    const Words bits = __builtin_convertvector(read<Bytes>(numbers), Words), code = bits & 0x7fu;
+    const Words small = (Words)((Floats)((code << 20) + (121u << 23)) - 0x1p-6f);  // exponent 0: no leading one
+    const Words is_small = (Words)(code < 8u), is_nan = (Words)(code == 0x7fu);
+    const Words number = (small & is_small) | (((code << 20) + (120u << 23)) & ~is_small);
+    return (Floats)(number | (is_nan & 0x7fc00000u) | (bits & 0x80u) << 24);
+}
+
+inline float widened(Fp8 value) {
+    const Fp8 lanes[LANES] = {value};
+    return load(lanes)[0];
 }
 
 typedef float Floats4 __attribute__((vector_size(16)));

@@ -239,7 +239,7 @@ class PlainTensors:
         """What was dequantised, what not, and the memory that each takes; None: nothing was quantised."""
         sizes = {name: math.prod(stored.shape) for name, stored in self._stored.items()}
         kept = sum(sizes[name] for name in self.kept)
-        lines = [f"INT8 weights stay int8: {kept / 1e9:.3g} GB"] if kept else []
+        lines = [f"integers of a scale for each row stay int8: {kept / 1e9:.3g} GB"] if kept else []
         if wide := self._stored.keys() - self.kept:
             kinds = ", ".join(sorted({self._stored[name].layout.name for name in wide}))
             held = sum(self._files.num_bytes(part) for name in wide for part in self._stored[name].parts.values())
@@ -250,9 +250,13 @@ class PlainTensors:
 
 
 def _is_int8(name: str, stored: _Stored) -> bool:
-    """Whether our int8 products compute with a weight's codes: symmetric, a scale for each row; no experts."""
-    is_symmetric = stored.layout is INT8 and stored.parts.keys() == {INT8.codes, INT8.needs}
-    return is_symmetric and stored.has_row_scales and ".experts." not in name
+    """Whether our int8 products compute with a weight's codes: symmetric, a scale for each row; no experts.
+
+    Packed ones of 4 bits, too: they take a byte each, and are the same numbers.
+    """
+    layout = stored.layout
+    is_symmetric = stored.parts.keys() == {layout.codes, layout.needs, *layout.required}
+    return layout in (INT8, PACK_QUANTIZED) and is_symmetric and stored.has_row_scales and ".experts." not in name
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _attend_keys(
             key_base + dims[:, None] + (slots * key_stride)[None, :],
             mask=(dims < HEAD_DIM)[:, None] & (keys < end)[None, :],
             other=0.0,
-        )
+        ).to(query.dtype)
         scores = tl.dot(query, key, input_precision="tf32x3") * inner_scale  # [ROWS, KEYS]
         if HAS_SOFTCAP:
             scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores))) * outer_scale  # tanh; correct also for an infinite exp
@@ -113,7 +113,7 @@ def _attend_keys(
             value_base + value_dims[None, :] + (slots * value_stride)[:, None],
             mask=(value_dims < VALUE_DIM)[None, :] & (keys < end)[:, None],
             other=0.0,
-        )
+        ).to(query.dtype)
         sums = tl.dot(weights.to(value.dtype), value, sums * decay[:, None], input_precision="tf32x3")
     return sums, row_max, row_sum
 

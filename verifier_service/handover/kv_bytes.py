@@ -20,6 +20,7 @@ import torch
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.architectures import resolve_folder
+from outrider.verifier_service.model.attention import movable
 from outrider.verifier_service.model.runner import ModelRunner
 
 DIGEST = "digest of the checkpoint"  # finding in `StartMemory`
@@ -62,12 +63,14 @@ class RankKV:
         num_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._num_sharing = max(1, self._group.size // num_heads)  # neighbouring ranks that have the same head
         layers = sorted(self._pool.keys)
-        self._caches = [cache for layer in layers for cache in (self._pool.keys[layer], self._pool.values[layer])]
+        caches = (cache for layer in layers for cache in (self._pool.keys[layer], self._pool.values[layer]))
+        self._caches = list(map(movable, caches))
+        self._dtype = self._caches[0].dtype
 
     @property
     def num_bytes_per_token(self) -> int:
         """All ranks' heads together."""
-        return sum(math.prod(self._whole_shape(cache)) for cache in self._caches) * self._pool.dtype.itemsize
+        return sum(math.prod(self._whole_shape(cache)) for cache in self._caches) * self._dtype.itemsize
 
     def read(self, slots: Sequence[int]) -> torch.Tensor:
         """Return all ranks' keys and values of some slots: uint8 [num_slots, num_bytes_per_token], on the host."""
@@ -84,9 +87,9 @@ class RankKV:
         shapes = [self._whole_shape(cache) for cache in self._caches]
         width = sum(map(math.prod, shapes))
         if data is None:
-            values = torch.empty(len(slots), width, dtype=self._pool.dtype, device=self._pool.device)
+            values = torch.empty(len(slots), width, dtype=self._dtype, device=self._pool.device)
         else:
-            values = data.view(self._pool.dtype).to(self._pool.device)
+            values = data.view(self._dtype).to(self._pool.device)
         parts = self._group.broadcast(values).split([math.prod(shape) for shape in shapes], dim=1)
         for cache, shape, part in zip(self._caches, shapes, parts, strict=True):
             first = self._group.rank // self._num_sharing * cache.shape[1]
@@ -148,7 +151,7 @@ def kv_fingerprint(runner: ModelRunner) -> str:
     if digest is None:
         digest = checkpoint_digest(resolve_folder(config))
         runner.memory.remember(DIGEST, digest)
-    parts = (runner.dtype, config.quantization, runner.block_size, taps, digest)
+    parts = (runner.dtype, runner.kv_dtype, config.quantization, runner.block_size, taps, digest)
     text = json.dumps([described, *map(str, parts)], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -23,6 +23,7 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 
 IMPLEMENTATION_NAME = "outrider_paged"
 MAX_SHORT_QUERY = 16  # sequences with queries up to this length share a padded call; longer prefill chunks run alone
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 MIN_PADDED_BLOCKS = 16  # block tables up to this width share a call; wider ones are grouped by powers of two
 
 
@@ -145,8 +146,17 @@ def fresh_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def movable(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache whose rows any device copies by index: FP8 as its bytes."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+
+
 class KVPool:
-    """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+    """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each.
+
+    They are held as `stored`, else as the model's `dtype`. FP8 (E4M3) has no scales: a number is rounded to the nearest
+    when it is written, beyond 448 to 448, and every step reads that, its own tokens' keys and values included.
+    """
 
     def __init__(
         self,
@@ -156,28 +166,36 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
+        self.stored = dtype if stored is None else stored
         self.widest = max((shape.head_dim for shape in shapes.values()), default=0)
         num_slots = num_blocks * block_size
         # zeros, not empty: masked slots enter a product with weight 0, and 0 * NaN is NaN
         self.keys = {
-            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=self.stored, device=device)
             for index, shape in shapes.items()
         }
         self.values = {
-            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
+            index: fresh_zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=self.stored, device=device)
             for index, shape in shapes.items()
         }
 
         self._scratch: dict[str, torch.Tensor] = {}
+
+    def write(self, layer_index: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store keys and values [num_tokens, num_kv_heads, head_dim] of the tokens in slots [num_tokens]."""
+        for cache, rows in ((self.keys[layer_index], key), (self.values[layer_index], value)):
+            held = rows if self.stored is self.dtype else rows.clamp(-FP8_MAX, FP8_MAX).to(self.stored)
+            movable(cache).index_copy_(0, slots, movable(held))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the keys and values of single slots, in every layer; all are read before any is written."""
         if not sources:
             return
         source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
-        for cache in (*self.keys.values(), *self.values.values()):
+        for cache in map(movable, (*self.keys.values(), *self.values.values())):
             cache.index_copy_(0, target_ids, cache.index_select(0, source_ids))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -185,7 +203,7 @@ class KVPool:
         if not sources:
             return
         source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
-        for cache in (*self.keys.values(), *self.values.values()):
+        for cache in map(movable, (*self.keys.values(), *self.values.values())):
             blocks = cache.view(self.num_blocks, -1)
             blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))
 
@@ -205,10 +223,10 @@ class KVPool:
         scratch = self._scratch.get(role)
         if scratch is None or scratch.numel() < num_elements:
             # kept between steps: on a CPU the page faults of fresh memory cost several times the copy
-            scratch = self._scratch[role] = torch.empty(num_elements, dtype=self.dtype, device=self.device)
+            scratch = self._scratch[role] = torch.empty(num_elements, dtype=self.stored, device=self.device)
         rows = scratch[:num_elements].view(block_ids.numel(), -1)
-        torch.index_select(cache.view(self.num_blocks, -1), 0, block_ids, out=rows)
-        return rows.view(num_sequences, -1, num_heads, head_dim).transpose(1, 2)
+        torch.index_select(movable(cache).view(self.num_blocks, -1), 0, block_ids, out=movable(rows))
+        return rows.to(self.dtype).view(num_sequences, -1, num_heads, head_dim).transpose(1, 2)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,8 +285,7 @@ class AttentionContext:
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Write this step's keys and values, then attend."""
-        self._pool.keys[layer_index].index_copy_(0, self._slots, key)
-        self._pool.values[layer_index].index_copy_(0, self._slots, value)
+        self._pool.write(layer_index, self._slots, key, value)
         outputs = [self._attend_group(group, layer_index, query, options) for group in self._groups]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self._output_order is not None:

@@ -11,7 +11,8 @@ from outrider.verifier_service.messages.draft import require
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-DTYPES, DEVICES = get_args(Dtype), get_args(Device)
+KVCacheDtype = Literal["auto", "fp8"]
+DTYPES, DEVICES, KV_CACHE_DTYPES = get_args(Dtype), get_args(Device), get_args(KVCacheDtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class ModelConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None  # None: from kv_cache_memory_bytes
     kv_cache_memory_bytes: int | None = None  # per rank; None: a share of the memory
+    kv_cache_dtype: str = "auto"  # auto: the model's; fp8: E4M3 without scales, half of bfloat16's memory
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     num_threads: int | None = None  # torch's intra-op threads of each rank; None: torch's default
@@ -50,6 +52,7 @@ class ModelConfig:
         require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
         require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
+        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}")
         require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8, fp8 or None")
         for name in ("block_size", "tensor_parallel_size"):
             require(_is_positive(getattr(self, name)), name, "a positive integer")

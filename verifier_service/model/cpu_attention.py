@@ -19,7 +19,7 @@ class CpuContext:
     """One step's attention handler on a CPU with kernels."""
 
     def __init__(self, batch: ScheduledBatch, pool: KVPool, kernels: Kernels) -> None:
-        self._pool, self._kernel = pool, kernels.attend
+        self._pool, self._kernel = pool, kernels.attend[pool.stored]
         width = max(map(len, batch.block_tables), default=0)
         numbers = {
             "firsts": starts_of(batch.query_lengths),
@@ -47,12 +47,15 @@ class CpuContext:
         query, key, value = _rows(query), _rows(key), _rows(value)
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads, value_dim = value.shape[1:]
-        assert query.dtype == key.dtype == value.dtype == keys.dtype
+        assert query.dtype == key.dtype == value.dtype == self._pool.dtype
         assert num_tokens == self._arguments.num_tokens
         output = query.new_empty(num_tokens, num_heads, value_dim)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         arguments = self._arguments
         arguments.query, arguments.key, arguments.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if self._pool.stored is not self._pool.dtype:  # the kernel reads FP8 and writes none
+            self._pool.write(layer_index, self._arrays["slots"], key, value)
+            arguments.key = arguments.value = None
         arguments.output = output.data_ptr()
         arguments.key_cache, arguments.value_cache = keys.data_ptr(), values.data_ptr()
         arguments.query_stride, arguments.key_stride = query.stride(0), key.stride(0)

@@ -43,9 +43,11 @@ from outrider.verifier_service.model.library_model import finish, load_library_m
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.random_weights import RandomWeights, read_recipe
 from outrider.verifier_service.model.settled import (
+    has_fp8,
     limit_to_pool,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
     resolve_num_blocks,
 )
@@ -66,7 +68,6 @@ from outrider.verifier_service.start_phases import tell_phase
 
 logger = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)
 CHECKED = "checked"  # finding in `StartMemory`: the logits equal the library's
 
 
@@ -158,7 +159,7 @@ def _require_quantizable(
         raise ValueError(f"quantization: int8 is served on CPUs, device is {device.type}")
     if quantization == "fp8" and dtype is not torch.bfloat16:
         raise ValueError(f"quantization: fp8 is served in bfloat16, dtype is {dtype}")
-    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if quantization == "fp8" and not has_fp8(device):
         raise ValueError("quantization: fp8 needs a device that multiplies in FP8, from Ada and Hopper on")
     if spec is None:
         raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
@@ -297,7 +298,8 @@ class ModelRunner:
         self.model = self._load(config, folder, description)
         self.routing = self.model.record_routing() if isinstance(self.model, Decoder) else None
         shapes = self.model.kv_shapes
-        self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype, self.device)
+        self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.kv_dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
         self.scratch_blocks = range(self.num_blocks, self.num_blocks + config.num_scratch_blocks)
         backend = graph_backend(config, self.device) if backend is None else backend
@@ -308,6 +310,7 @@ class ModelRunner:
             block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
+            stored=self.kv_dtype,
         )
         self._taps = config.state_taps if group.rank == 0 else ()  # hidden states are equal on all ranks
         self.states: StatePool | None = None

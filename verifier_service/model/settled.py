@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 CPU_CACHE_SHARE = 0.1  # of the physical memory
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 CUDA_CACHE_SHARE = 0.8  # of the free memory after the weights are loaded
 
 
@@ -42,6 +43,20 @@ def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device
     if device.type == "cuda":
         return own
     return torch.bfloat16 if own.itemsize == 2 and multiplies_bfloat16() else torch.float32
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Resolve `ModelConfig.kv_cache_dtype`; "auto" is the model's. Raises `ValueError` where a device lacks it."""
+    if name == "auto":
+        return dtype
+    if not has_fp8(device):
+        raise ValueError("kv_cache_dtype: fp8 needs a device that reads FP8, from Ada and Hopper on")
+    return torch.float8_e4m3fn
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device computes with FP8 numbers; CPUs do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def with_dtype(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:

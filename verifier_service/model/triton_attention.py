@@ -62,9 +62,8 @@ class TritonContext:
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Write this step's keys and values, then attend."""
+        self._pool.write(layer_index, self._metadata.slot_mapping, key, value)
         keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
-        keys.index_copy_(0, self._metadata.slot_mapping, key)
-        values.index_copy_(0, self._metadata.slot_mapping, value)
         return paged_attention(query, keys, values, self._metadata, options)
 
 
@@ -79,13 +78,14 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend to keys and values in the pool, this step's included; return [num_tokens, num_heads, value_dim].
 
-    All three tensors have one dtype and a contiguous last dimension. `num_splits` programs share the keys of a query;
+    All three tensors have a contiguous last dimension; both caches the query's dtype, or FP8 (E4M3). `num_splits` programs share the keys of a query;
     None: as many as fill the device. Does not synchronise.
     """
     require_triton()
     num_tokens, num_heads, head_dim = query.shape
     _, num_kv_heads, value_dim = value_cache.shape
-    assert query.dtype == key_cache.dtype == value_cache.dtype
+    assert key_cache.dtype == value_cache.dtype
+    assert key_cache.dtype in (query.dtype, torch.float8_e4m3fn)
     assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == 1
     assert num_tokens == metadata.num_tokens
     assert num_heads % num_kv_heads == 0

@@ -46,6 +46,9 @@ def attention_cases() -> Iterator[Case]:
             yield _case(f"attention {heads}", name, Sequences(heads, dtype, AttentionOptions()))
         for variant, options in VARIANTS.items():
             yield _case(f"attention {SMOLLM}, {variant}", name, Sequences(SMOLLM, dtype, options))
+        for heads in (SMOLLM, ODD):
+            sequences = Sequences(heads, dtype, AttentionOptions(), stored=torch.float8_e4m3fn)
+            yield _case(f"attention {heads}, KV in FP8", name, sequences)
         for heads, window in ((SMOLLM, None), (ODD, 30)):
             options = AttentionOptions(sliding_window=window)
             what = f"attention {heads}, chains as trees" + (", window" if window else "")
@@ -62,7 +65,15 @@ def _case(what: str, name: str, sequences: Sequences) -> Case:
 class Sequences:
     """Sequences over scattered blocks whose keys and values are there; each token's query is a row."""
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, options: AttentionOptions, *, are_trees: bool = False) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        dtype: torch.dtype,
+        options: AttentionOptions,
+        *,
+        are_trees: bool = False,
+        stored: torch.dtype | None = None,
+    ) -> None:
         self._options, self._are_trees = options, are_trees
         widths = [-(-length // BLOCK_SIZE) for length in LENGTHS]
         blocks = random.Random(0).sample(range(sum(widths)), sum(widths))
@@ -70,11 +81,14 @@ class Sequences:
         self.places = [(index, place) for index, length in enumerate(LENGTHS) for place in range(length)]
         self._slots = [slot for i, n in enumerate(LENGTHS) for slot in slots_of(self._tables[i], range(n), BLOCK_SIZE)]
         shape = LayerShape(num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, value_dim=heads.head_dim)
-        self._pool = KVPool({0: shape}, num_blocks=sum(widths), block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+        self._pool = KVPool(
+            {0: shape}, num_blocks=sum(widths), block_size=BLOCK_SIZE, dtype=dtype, device=CPU, stored=stored
+        )
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         fused = drawn(len(self.places), sum(sizes), heads.head_dim, dtype=dtype)
         self._fused, self._sizes = fused, sizes
-        _, self._pool.keys[0][self._slots], self._pool.values[0][self._slots] = fused.split(sizes, dim=1)
+        _, keys, values = fused.split(sizes, dim=1)
+        self._pool.write(0, torch.tensor(self._slots), keys, values)
 
     def attend(self, rows: list[int]) -> torch.Tensor:
         """Return [num_rows, num_heads, head_dim]; neighbours are a chunk of one sequence."""

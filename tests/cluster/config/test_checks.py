@@ -20,6 +20,7 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
         ({"lora_modules": {"a": "folder"}}, "lora_modules are vLLM's"),
         ({"engine": "vllm", "lora_modules": {"outrider-embedded": "folder"}}, "lora_modules: outrider-embedded is"),
         ({"engine": "vllm", "quantization": "int8"}, "quantization: int8 and fp8 are our own engine's"),
+        ({"engine": "vllm", "kv_cache_dtype": "fp8"}, "kv_cache_dtype: our own engine's"),
         ({"engine": "vllm", "num_cached_experts": 8}, "num_cached_experts: our own engine's"),
         ({"engine": "vllm", "check_integrity": True}, "check_integrity: "),
         ({"engine": "vllm", "logprobs_mode": "processed_logprobs"}, "logprobs_mode: "),

@@ -275,6 +275,14 @@ SCHEMES |= {
         write=lambda weight: pack_quantized(weight, 8),
         config=compressed("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
     ),
+    "compressed-int4-rows": Scheme(
+        write=lambda weight: pack_quantized(weight, group=weight.shape[1]),
+        config=compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+    ),
+    "compressed-int8-rows": Scheme(
+        write=lambda weight: pack_quantized(weight, 8, weight.shape[1]),
+        config=compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+    ),
     "compressed-int8": Scheme(
         write=int8,
         config=compressed("int-quantized", num_bits=8, type="int", strategy="channel"),

@@ -30,15 +30,17 @@ def test_scales_give_the_codes_back_through_any_dtype(dtype: torch.dtype) -> Non
     assert torch.equal(got.long(), codes)
 
 
-def test_int8_panels_but_for_what_the_checkpoint_leaves_out(tmp_path: Path) -> None:
-    write_quantized(tmp_path, SCHEMES["compressed-int8"])
+@pytest.mark.parametrize("scheme", ["compressed-int8", "compressed-int8-rows", "compressed-int4-rows"])
+def test_int8_panels_but_for_what_the_checkpoint_leaves_out(tmp_path: Path, scheme: str) -> None:
+    write_quantized(tmp_path, SCHEMES[scheme])
     runner = make_runner(tmp_path)
     assert panels(runner) == [torch.float32, *[torch.int8] * 8]  # head; 2 layers of qkv, output, gate and up, down
     assert len(runner.kept_int8) == 14
 
 
-def test_with_zero_points_they_are_dequantised(tmp_path: Path) -> None:
-    write_quantized(tmp_path, SCHEMES["compressed-int8-zeros"])
+@pytest.mark.parametrize("scheme", ["compressed-int8-zeros", "compressed-int4", "compressed-int8-packed"])
+def test_with_zero_points_or_groups_they_are_dequantised(tmp_path: Path, scheme: str) -> None:
+    write_quantized(tmp_path, SCHEMES[scheme])
     assert set(panels(make_runner(tmp_path))) == {torch.float32}
 
 
