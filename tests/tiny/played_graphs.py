@@ -145,9 +145,8 @@ class PlainPagedAttention:
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         metadata, pool = self._metadata, self._pool
+        pool.write(layer_index, metadata.slot_mapping, key, value)
         keys, values = pool.keys[layer_index], pool.values[layer_index]
-        keys.index_copy_(0, metadata.slot_mapping, key)
-        values.index_copy_(0, metadata.slot_mapping, value)
         starts, contexts = metadata.query_starts.long(), metadata.context_lengths.long()
         tokens = torch.arange(metadata.num_tokens)
         sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)  # [num_tokens]
@@ -160,8 +159,8 @@ class PlainPagedAttention:
         bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
         output = attend_by_hand(
             query[:, :, None],
-            keys[slots].transpose(1, 2),
-            values[slots].transpose(1, 2),
+            keys[slots].to(query.dtype).transpose(1, 2),
+            values[slots].to(query.dtype).transpose(1, 2),
             bias[:, None, None],
             options,
             repeats=1,

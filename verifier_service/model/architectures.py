@@ -99,6 +99,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v3": Architecture(tensor_parallel=True, aliases=_HUNYUAN_NAMES),
     "laguna": Architecture(tensor_parallel=True, aliases=_LAGUNA_NAMES),
     "llama": _SHARDED,
+    "llama4_text": _PLAIN,
     "mimo_v2_flash": Architecture(aliases=((r"\.sinks$", ".attention_sink_bias"),)),
     "minimax_m2": Architecture(aliases=_MIXTRAL_NAMES),
     "minimax_m3_vl_text": Architecture(aliases=_MINIMAX_NAMES),
@@ -134,10 +135,10 @@ _REASONS = {
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), "it keeps recurrent state outside of the KV blocks"),
     "deepseek_v4": "its attention reads compressed tokens, which are outside of the KV blocks",
     "inkling_text": "its short convolutions keep state outside of the KV blocks",
-    "llama4_text": "its chunked attention and temperature tuning depend on the packed batch's positions",
     **dict.fromkeys(("gptj", "codegen"), "its attention does not go through the library's attention interface"),
 }
 _SPARSE = ("deepseek_v32", "dots3_note_text", "glm_moe_dsa")
+_CHUNKED = "llama4_text"
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json")
 _SAMPLING_DEFAULTS = {  # to fields of `SamplingParams`
@@ -185,15 +186,26 @@ def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfi
     require_supported(description, config.tensor_parallel_size)
     limit = sparse_limit(description)
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
+        kind, beyond = (
+            ("chunked", "our attention has no chunks, nor a temperature by position")
+            if description.model_type == _CHUNKED
+            else ("sparse", "the indexer that chooses among more keeps keys of its own outside of the KV blocks")
+        )
         raise UnsupportedModelError(
-            f"{description.model_type}: its sparse attention is served with max_model_len up to {limit}, where it reads"
-            " every key: the indexer that chooses among more keeps keys of its own outside of the KV blocks"
+            f"{description.model_type}: its {kind} attention is served with max_model_len up to {limit}, where it reads"
+            f" every key: {beyond}"
         )
     return description
 
 
 def sparse_limit(description: PreTrainedConfig) -> int | None:
-    """Return up to how many tokens a model's sparse attention reads every key; None: its attention is not sparse."""
+    """Return up to how many tokens sparse or chunked attention reads every key; None: a model's is neither.
+
+    Up to there a temperature that steps up every `floor_scale` tokens is 1, too.
+    """
+    if description.model_type == _CHUNKED:
+        scale = description.floor_scale - 1 if description.attn_temperature_tuning else None
+        return min(filter(None, (description.attention_chunk_size, scale)), default=None)
     if description.model_type == "minimax_m3_vl_text":
         return int(description.index_topk_blocks * description.index_block_size)
     return description.index_topk if description.model_type in _SPARSE else None

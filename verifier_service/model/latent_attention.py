@@ -47,12 +47,17 @@ def keep_latents(model: nn.Module) -> None:
 
 
 def read_every_key(model: nn.Module) -> None:
-    """Take the indexers out of sparse attention, which up to `sparse_limit` tokens chooses all keys."""
+    """Take the indexers out of sparse attention, which up to `sparse_limit` tokens chooses all keys.
+
+    So far Llama 4's temperature is 1, too; the library takes it by a token's place in the packed batch.
+    """
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(getattr(layer, "indexer", None), nn.Module):
             layer.indexer = _NoIndexer()
             layer.register_forward_pre_hook(_with_a_mask, with_kwargs=True)
+        if hasattr(layer, "attn_temperature_tuning"):
+            layer.attn_temperature_tuning = False
 
 
 class _NoIndexer(nn.Module):

@@ -168,6 +168,22 @@ FAMILIES: dict[str, TinyFamily] = {
         model_type="ernie4_5_moe", text={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
     ),
     "llama-3.1": TinyFamily(model_type="llama"),
+    "llama-4": TinyFamily(
+        model_type="llama4",
+        text={
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 48,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 160,
+            "floor_scale": 161,
+        },
+        whole={"vision_config": {**SMALL_VISION, "intermediate_size": 32, "vision_output_dim": 32}},
+    ),
     "muse-glimmer": TinyFamily(
         model_type="muse_glimmer",
         text={**WINDOWED, "model_type": "muse_glimmer_text"},

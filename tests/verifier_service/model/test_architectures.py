@@ -37,7 +37,7 @@ def describe(model_type: str, **fields):
     return AutoConfig.for_model(model_type, **{**COMMON, **fields})
 
 
-REFUSED = "bailing_hybrid codegen deepseek_v4 gptj inkling_mm_model kimi_linear llama4_text mamba minimax nemotron_h"
+REFUSED = "bailing_hybrid codegen deepseek_v4 gptj inkling_mm_model kimi_linear mamba minimax nemotron_h"
 REFUSED += " qwen3_5 qwen3_5_moe qwen3_next"
 
 
@@ -69,12 +69,12 @@ def test_rope_of_one_layer_type_is_enough_to_refuse():
         require_supported(describe("gemma3_text", rope_parameters=rope), 1)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "dots3-note", "glm-5", "minimax-m3"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "dots3-note", "glm-5", "llama-4", "minimax-m3"])
 def test_sparse_attention_is_served_where_it_reads_every_key(tmp_path, name):
     family_config(name).save_pretrained(tmp_path)
     load_model_description(tmp_path, ModelConfig(path=str(tmp_path), max_model_len=160))
     for max_model_len in (161, None):
-        with pytest.raises(UnsupportedModelError, match=r"sparse attention .* max_model_len up to 160"):
+        with pytest.raises(UnsupportedModelError, match=r"(sparse|chunked) attention .* max_model_len up to 160"):
             load_model_description(tmp_path, ModelConfig(path=str(tmp_path), max_model_len=max_model_len))
 
 

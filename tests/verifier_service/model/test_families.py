@@ -90,6 +90,18 @@ def test_its_tokens_are_the_librarys_with_drafts_a_prefix_cache_and_preemption(s
     assert generated.num_preempted_waits > 0
 
 
+def test_llama_4s_temperature_does_not_follow_a_tokens_place_in_the_batch(tmp_path: Path) -> None:
+    model = make_family_checkpoint(tmp_path, "llama-4", floor_scale=42)
+    runner = make_runner(tmp_path, max_model_len=41, num_kv_blocks=256, block_size=BLOCK_SIZE)
+    sequences, longest = random_sequences((41,) * 12), 0
+    expected = [full_logits(model, sequence) for sequence in sequences]
+    for batch, rows in scattered_batches(sequences, num_blocks=256, block_size=BLOCK_SIZE):
+        wanted = torch.stack([expected[index][position] for index, position in rows])
+        assert relative_difference(wanted, runner.execute(batch)) < 1e-5
+        longest = max(longest, batch.num_tokens)
+    assert longest > 42, "where the library's would be another"
+
+
 def test_the_kv_pool_keeps_latents_and_no_heads(served: Served) -> None:
     if LATENT.items() <= FAMILIES[served.name].text.items():
         wanted = LayerShape(num_kv_heads=1, head_dim=16 + 8, value_dim=16)  # the latent and the rotated part

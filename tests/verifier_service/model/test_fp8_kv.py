@@ -26,10 +26,12 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.cpu_attention import CpuContext, in_place_or_gathered
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.settled import resolve_kv_dtype
+from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from tiny.attention_steps import OPTIONS
 from tiny.hub.families import make_family_checkpoint
-from tiny.models import make_checkpoint, random_sequences
+from tiny.models import make_checkpoint, random_sequences, without_kernels
+from tiny.played_graphs import played_backend
 from tiny.triton_kernels import interpreted
 
 FP8, CPU, BLOCK_SIZE, NUM_HEADS = torch.float8_e4m3fn, torch.device("cpu"), 4, 6
@@ -168,9 +170,9 @@ PROMPTS, NUM_NEW_TOKENS = random_sequences((5, 21, 14)), 12
 FAMILIES = {"our decoder": "llama-3.1", "windows and sinks": "gpt-oss", "latents": "deepseek-v3"}
 
 
-def runner_of(folder: Path, **fields: object) -> ModelRunner:
+def runner_of(folder: Path, backend: GraphBackend | None = None, **fields: object) -> ModelRunner:
     options = {"num_kv_blocks": 64, "block_size": BLOCK_SIZE, "device": "cpu", "dtype": "float32", **fields}
-    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single())
+    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single(), backend)
 
 
 def requests_of(turns: str) -> list[GenerationRequest]:
@@ -209,6 +211,16 @@ def test_drafts_chunks_prefixes_and_preemption_change_no_token(tmp_path: Path, f
     assert 0 < generated.num_accepted_tokens < generated.num_draft_tokens
     assert generated.num_cached_tokens > 0
     assert generated.num_preempted_waits > 0
+
+
+def test_a_captured_step_holds_it_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with without_kernels():
+        eager = runner_of(tmp_path, kv_cache_dtype="fp8")
+        captured = runner_of(tmp_path, played_backend(), kv_cache_dtype="fp8")
+        batch = replace(batch_of([7], [7]), token_ids=PROMPTS[1][:7], logits_indices=[6], tree_parents=[])
+        torch.testing.assert_close(captured.execute(batch), eager.execute(batch), atol=1e-4, rtol=1e-4)
+    assert captured.graphs.counts.num_replayed == 1
 
 
 def test_it_is_lossy_and_the_same_memory_holds_more(tmp_path: Path) -> None:

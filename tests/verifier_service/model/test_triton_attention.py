@@ -360,16 +360,18 @@ def test_both_kernels_compile_for_an_h100(tmp_path, monkeypatch):
     sizes |= {"TOKENS": tile.num_tokens, "ROWS": tile.num_rows, "KEYS": tile.num_keys}
     flags = dict.fromkeys(("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS", "HAS_TREES", "IS_SPLIT"), True)
     kernel = attention_kernels.attention_kernel
-    compiled = compile_for_hopper(kernel, {**sizes, **flags}, tile.num_warps, tile.num_stages)
-    assert "wgmma" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 227 << 10
+    for cache in ("*bf16", "*fp8e4nv"):
+        compiled = compile_for_hopper(kernel, {**sizes, **flags}, tile.num_warps, tile.num_stages, cache)
+        assert "wgmma" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= 227 << 10
+        assert ("e4m3x2" in compiled.asm["ptx"]) == (cache == "*fp8e4nv")
     compile_for_hopper(attention_kernels.join_kernel, {"VALUE_DIM": 64, "BLOCK_V": 64, "AT_ONCE": 16}, 4, 3)
 
 
-def compile_for_hopper(kernel, constants: dict[str, int], num_warps: int, num_stages: int):
+def compile_for_hopper(kernel, constants: dict[str, int], num_warps: int, num_stages: int, cache: str = "*bf16"):
     types = {"log_weights": "*fp32", "parts": "*fp32", "ancestors": "*i64"}
     types |= {"inner_scale": "fp32", "outer_scale": "fp32"}
-    types |= dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks"), "*bf16")
+    types |= dict.fromkeys(("output", "query", "sinks"), "*bf16") | dict.fromkeys(("key_cache", "value_cache"), cache)
     types |= dict.fromkeys(("query_starts", "context_lengths", "block_tables", "tree_sizes", "positions"), "*i32")
     return compiled_for_hopper(kernel, types, constants, num_warps, num_stages)
 
