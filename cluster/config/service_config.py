@@ -29,8 +29,8 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     "num_cached_experts",
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "seed"),
-    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
+    *("kv_cache_dtype", "async_scheduling", "logprobs_mode", "rollouts", "check_anew", "check_integrity"),
 )
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"

@@ -12,7 +12,7 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.model.attention import KVPool
+from outrider.verifier_service.model.attention import KVPool, movable
 from outrider.verifier_service.scheduling.masks import MaskBlocks
 
 

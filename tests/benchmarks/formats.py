@@ -1,7 +1,7 @@
 """A model in each quantised format: memory, time per token on one core, and agreement with its bfloat16 tokens.
 
-PYTHONPATH=tests python -m benchmarks.formats FOLDER SCRATCH     a table, as Markdown; docs/results/formats.md; words: of
-                                                                 formats with one of them in their name
+PYTHONPATH=tests python -m benchmarks.formats FOLDER SCRATCH     a table, as Markdown; docs/results/formats.md
+    further words: of formats with one of them in their name
 PYTHONPATH=tests python -m benchmarks.formats --layer SCRATCH    an 8 B model in FP8, from one layer of its shape
 
 Times are of CPU, so that other work on the machine changes them little. A format has a process of its own.

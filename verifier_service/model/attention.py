@@ -152,10 +152,9 @@ def movable(cache: torch.Tensor) -> torch.Tensor:
 
 
 class KVPool:
-    """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each.
+    """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each, of dtype `stored`.
 
-    They are held as `stored`, else as the model's `dtype`. FP8 (E4M3) has no scales: a number is rounded to the nearest
-    when it is written, beyond 448 to 448, and every step reads that, its own tokens' keys and values included.
+    FP8 (E4M3) has no scales: numbers are rounded to the nearest when they are written, beyond 448 to 448.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class KVPool:
         stored: torch.dtype | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
-        self.stored = dtype if stored is None else stored
+        self.stored = dtype if stored is None else stored  # as it is held; steps compute in `dtype`
         self.widest = max((shape.head_dim for shape in shapes.values()), default=0)
         num_slots = num_blocks * block_size
         # zeros, not empty: masked slots enter a product with weight 0, and 0 * NaN is NaN
@@ -181,7 +180,6 @@ class KVPool:
             index: fresh_zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=self.stored, device=device)
             for index, shape in shapes.items()
         }
-
         self._scratch: dict[str, torch.Tensor] = {}
 
     def write(self, layer_index: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -288,9 +286,7 @@ class AttentionContext:
         self._pool.write(layer_index, self._slots, key, value)
         outputs = [self._attend_group(group, layer_index, query, options) for group in self._groups]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if self._output_order is not None:
-            output = output.index_select(0, self._output_order)
-        return output
+        return output if self._output_order is None else output.index_select(0, self._output_order)
 
     def _attend_group(
         self,

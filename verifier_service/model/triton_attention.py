@@ -78,8 +78,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend to keys and values in the pool, this step's included; return [num_tokens, num_heads, value_dim].
 
-    All three tensors have a contiguous last dimension; both caches the query's dtype, or FP8 (E4M3). `num_splits` programs share the keys of a query;
-    None: as many as fill the device. Does not synchronise.
+    All three tensors have a contiguous last dimension; both caches the query's dtype, or FP8 (E4M3). `num_splits`
+    programs share the keys of a query; None: as many as fill the device. Does not synchronise.
     """
     require_triton()
     num_tokens, num_heads, head_dim = query.shape

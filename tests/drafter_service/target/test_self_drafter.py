@@ -265,12 +265,14 @@ def test_the_first_the_latest_and_the_likest_blocks_are_read_in_order():
     assert set(view.slots) == {2 * BLOCK_SIZE}, "the latest computed token's key is compared"
 
 
-def test_blocks_are_as_like_as_their_mean_key_in_a_middle_layer():
+@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e4m3fn])
+def test_blocks_are_as_like_as_their_mean_key_in_a_middle_layer(stored):
     """The latest key may still lie where its tree node was."""
     keys = {layer: torch.zeros(4 * BLOCK_SIZE, 1, 2) for layer in (0, 3, 5)}
     keys[3][0:BLOCK_SIZE, 0] = torch.tensor([1.0, 0.0])
     keys[3][BLOCK_SIZE : BLOCK_SIZE + 2, 0] = torch.tensor([0.0, 8.0])
     keys[3][12, 0], keys[3][13, 0] = torch.tensor([2.0, 1.0]), torch.tensor([0.0, 1.0])
+    keys = {layer: own.to(stored) for layer, own in keys.items()}
     pool = SimpleNamespace(keys=keys, num_blocks=4, block_size=BLOCK_SIZE)
     view = TargetView(
         SimpleNamespace(pool=pool, vocab_size=1, max_model_len=1, block_size=4, scratch_blocks=(), num_layers=3)

@@ -1,4 +1,4 @@
-"""KV in FP8: what is stored, that every kernel reads it alike, and that drafts, caches and preemption change no token."""
+"""KV in FP8: what is stored, that every kernel reads it alike, and that drafts, caches, preemption change no token."""
 
 from __future__ import annotations
 

@@ -221,12 +221,15 @@ async def test_models_health_and_metrics(tokenizer, backend):
         assert (await client.get("/live")).status_code == 200
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
 @pytest.mark.parametrize(
     ("messages", "template"),
     [
         ([{"role": "user", "content": "a"}], None),
         ([{"role": "bad", "content": "a"}], "default"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "default"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], "default"),
         ([], "default"),
     ],
 )
@@ -236,6 +239,17 @@ async def test_messages_that_do_not_fit_are_refused(tokenizer, backend, messages
         answer = await client.post("/v1/chat/completions", json={"messages": messages})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"
+
+
+async def test_an_image_is_refused_and_not_passed_over(tokenizer, backend):
+    parts = [{"type": "text", "text": "what is this?"}, IMAGE]
+    async with client_of(backend, tokenizer) as client:
+        body = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": parts}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "messages"
+    assert error["message"].startswith("messages: content of type 'image_url'")
 
 
 MESSAGES = [{"role": "user", "content": "fox"}]

@@ -269,12 +269,15 @@ async def test_models_are_listed_for_both_kinds_of_clients() -> None:
         assert (await client.head("/")).status_code == 200
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "named"),
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_request_error", "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "invalid_request_error", "messages[0].content: a"),
         ({"messages": [{"role": "system", "content": ""}]}, 400, "invalid_request_error", "messages"),
         ({"chat_template_kwargs": [1]}, 400, "invalid_request_error", "chat_template_kwargs"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, 400, "invalid_request_error", "thinking"),
