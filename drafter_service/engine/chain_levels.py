@@ -7,13 +7,14 @@ is an array operation. Rows stay in the order of their asks; a chain that has it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import BY_LAW, ChildrenOnDevice, choices_of, launch_children
-from outrider.drafter_service.engine.drafter import ChainAnswers
+from outrider.drafter_service.engine.draft_sampler import BY_LAW, ChildrenOnDevice, PendingCopy, choices_of, launch_children
+from outrider.drafter_service.engine.drafter import ChainAnswers, ChainsLaunched
 from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens
 from outrider.verifier_service.messages.columns import Chains, Int64s, spans, starts_of
@@ -112,13 +113,13 @@ class ChainLevels:
         self._rows = np.arange(len(lengths))  # that the next level chooses for
         self._levels: list[tuple[Int64s, list[ChildrenOnDevice]]] = []
 
-    def grow(self, batches: ChainBatches, token_ids: list[int], forward: LevelForward) -> list[ChainAnswers]:
-        """Run all forwards: first that of the pending tokens, then one for each level."""
+    def grow(self, batches: ChainBatches, token_ids: list[int], forward: LevelForward) -> ChainsLaunched:
+        """Launch all forwards: first that of the pending tokens, then one for each level."""
         self.launch(forward(batches.first(token_ids), None, None))
         for level in range(1, batches.num_levels):
             rows, wanted, placeholders, numbers = self.open()
             self.launch(forward(batches.next(rows, placeholders, level), numbers, wanted))
-        return self.read()
+        return self.send_back()
 
     def launch(self, logits: torch.Tensor) -> None:
         """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size]."""
@@ -147,8 +148,8 @@ class ChainLevels:
         numbers = torch.cat([one.numbers[0].flatten() for one in found])
         return _Opened(self._rows, wanted, placeholder_tokens(places[wanted]), numbers)
 
-    def read(self) -> list[ChainAnswers]:
-        """Wait for the device, and return the chains: those of point masses, and those that were drawn."""
+    def send_back(self) -> ChainsLaunched:
+        """Begin to copy the chains to the host: those of point masses, and those that were drawn."""
         num_levels = len(self._levels)
         kinds = []  # of each kind of chains: where its tokens stand, row by row, and the numbers that were found
         for is_drawn in (False, True):
@@ -162,7 +163,10 @@ class ChainLevels:
                 cells, numbers = zip(*of_kind, strict=True)
                 kinds.append((np.concatenate(cells), [torch.cat(each) for each in zip(*numbers, strict=True)]))
         bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
-        parts = iter(self._rules.read_back(bits).wait().split([each.numel() for _, own in kinds for each in own]))
+        return partial(self._read, kinds, self._rules.read_back(bits))
+
+    def _read(self, kinds: Sequence[tuple[Int64s, list[torch.Tensor]]], copy: PendingCopy) -> list[ChainAnswers]:
+        parts = iter(copy.wait().split([each.numel() for _, own in kinds for each in own]))
         answers: list[ChainAnswers] = []
         for places, columns in kinds:
             order = np.argsort(places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -97,12 +97,18 @@ class ChainAnswers(NamedTuple):
     chains: Chains
 
 
+ChainsLaunched = Callable[[], list[ChainAnswers]]  # waits until they are drafted; to be called once
+
+
 @runtime_checkable
 class DraftsChains(Protocol):
     """A drafter that can draft the chains of a step as arrays."""
 
-    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[ChainAnswers] | None:
-        """Answer all asks of a step as `Drafter.draft` would in some calls; None: `draft` has to be called instead."""
+    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> ChainsLaunched | None:
+        """Launch the answers to all asks of a step, which `Drafter.draft` would give in some calls.
+
+        Until they are read, nothing else may be asked of the drafter. None: `draft` has to be called instead.
+        """
 
 
 @runtime_checkable

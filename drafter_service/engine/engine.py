@@ -13,6 +13,7 @@ import numpy as np
 from outrider.drafter_service.engine.drafter import (
     GREEDY,
     Ask,
+    ChainsLaunched,
     DraftEngineConfig,
     Drafter,
     DraftsChains,
@@ -94,6 +95,7 @@ class DraftEngine:
         self._asked: dict[int, Session] = {}  # by the ask of their unanswered round, oldest round first
         self._outbox: list[Addressed] = []
         self._columns: dict[str, list[Draft]] = {}  # by peer: answers to what it asked for in columns
+        self._launched: tuple[list[Session], ChainsLaunched] | None = None  # what `step` will read
         self._num_asks = 0
         self._draft_s = RunningMean()  # from a round to its answer
 
@@ -101,8 +103,14 @@ class DraftEngine:
     def config(self) -> DraftEngineConfig:
         return self._config
 
+    @property
+    def launches(self) -> bool:
+        """Whether `launch` may begin steps."""
+        return self._chains is not None
+
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
+        assert self._launched is None, "the drafter is drafting"
         if isinstance(message, Commits):
             self._commit_all(peer, message)
             return
@@ -161,20 +169,29 @@ class DraftEngine:
     def step(self) -> list[Addressed]:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
         self._expire()
-        if self._asked:
-            sessions = in_turns(self._asked.values())
-            asks = [session.round.ask for session in sessions if session.round is not None]
-            limit = self._config.max_num_batched_tokens
-            drafts: list[Draft] = []
+        if self._asked and not self.launch():
             with self._spare_time.timed():
-                chains = None if self._chains is None else self._chains.draft_chains(asks, max_num_tokens=limit)
-                if chains is None:
-                    drafts = self._drafter.draft(asks, max_num_tokens=limit)
+                drafts = self._drafter.draft(self._asks(), max_num_tokens=self._config.max_num_batched_tokens)
             for draft in drafts:
                 self._answer(draft)
-            for rows, answers in chains or ():
-                self._answer_chains([sessions[row] for row in rows], answers)
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            sessions, read = launched
+            for rows, chains in read():
+                self._answer_chains([sessions[row] for row in rows], chains)
         return self.flush()
+
+    def launch(self) -> bool:
+        """Begin the next step, where its drafts need no more of the host; return whether it has begun.
+
+        Until `step` has ended it, nothing may be handled.
+        """
+        if self._launched is None and self._asked and self._chains is not None:
+            asks = self._asks()
+            read = self._chains.draft_chains(asks, max_num_tokens=self._config.max_num_batched_tokens)
+            if read is not None:
+                self._launched = [self._asked[ask.ask_id] for ask in asks], read
+        return self._launched is not None
 
     def flush(self) -> list[Addressed]:
         """Return the messages that need no step: resyncs, and answers that were prepared."""
@@ -197,9 +214,14 @@ class DraftEngine:
         waiting = {session.round.ask.ask_id for session in self._sessions if session.round is not None}
         assert waiting == self._asked.keys(), "asks and unanswered rounds differ"
         keys = {session.key for session in self._sessions}
-        self._drafter.check_integrity(keys)
+        if self._launched is None:
+            self._drafter.check_integrity(keys)
         if self.observer is not None:
             self.observer.check_integrity(keys)
+
+    def _asks(self) -> list[Ask]:
+        sessions = in_turns(self._asked.values())
+        return [session.round.ask for session in sessions if session.round is not None]
 
     # --- messages ---
 

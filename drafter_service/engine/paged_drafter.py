@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, runtime_checkable
 
 import numpy as np
 
-from outrider.drafter_service.engine.drafter import Ask, ChainAnswers, SessionKey
+from outrider.drafter_service.engine.drafter import Ask, ChainsLaunched, SessionKey
 from outrider.drafter_service.engine.kv_budget import reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.paged_state import StateT, Step
@@ -89,8 +89,8 @@ class ChainsForward(Forward[StateT], Protocol[StateT]):
         [num_asks]; None: arrays do not do for these. Either way, `begin` may follow instead of `run_chains`.
         """
 
-    def run_chains(self, states: Sequence[StateT], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
-        """Draft all chains to their lengths, int64 [num_asks], for which the KV slots are there."""
+    def run_chains(self, states: Sequence[StateT], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
+        """Launch all chains to their lengths, int64 [num_asks], for which the KV slots are there."""
 
 
 class PagedDrafter(Generic[StateT]):
@@ -134,8 +134,8 @@ class PagedDrafter(Generic[StateT]):
         self._run(step, asked=states)
         return [self._complete(state) for state in step.states if state.is_complete]
 
-    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[ChainAnswers] | None:
-        """Draft for all asks to the end in one step, as arrays; see `DraftsChains`.
+    def draft_chains(self, asks: Sequence[Ask], *, max_num_tokens: int) -> ChainsLaunched | None:
+        """Launch drafts for all asks to the end in one step, as arrays; see `DraftsChains`.
 
         Only where every ask is for a chain without forced tokens, none is half drafted, and the step has room for all.
         """
@@ -152,9 +152,10 @@ class PagedDrafter(Generic[StateT]):
         for ask, state in zip(asks, states, strict=True):
             self._states.pop(ask.key, None)
             self._states[ask.key] = state  # most recently asked
-        answers = self._chains.run_chains(states, asks, lengths)
+        launched = self._chains.run_chains(states, asks, lengths)
+        # what another step writes into these blocks comes after what reads them here
         self._trim_all(states, np.array([state.num_slots for state in states]))
-        return answers
+        return launched
 
     def release(self, key: SessionKey) -> None:
         self.forget_outcomes(key)

@@ -108,7 +108,7 @@ class HeadForward:
         num_pending = sum(state.num_states - state.num_true for state in states)
         return num_pending, np.array([state.num_states - state.first for state in states], np.int64)
 
-    def run_chains(self, states: Sequence[HeadState], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
+    def run_chains(self, states: Sequence[HeadState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
         firsts = np.array([state.first for state in states], np.int64)
         begins = np.array([state.num_true for state in states], np.int64)
         ends = np.array([state.num_states for state in states], np.int64)
@@ -127,11 +127,11 @@ class HeadForward:
 
         levels = ChainLevels([ask.sampling for ask in asks], ends + 1, lengths, self._rules)
         token_ids = [token_id for state in states for token_id in state.tokens[state.num_true + 1 :]]
-        answers = levels.grow(batches, token_ids, forward)
+        launched = levels.grow(batches, token_ids, forward)
         self.num_forwards += num_levels
         for state in states:
             state.num_true = state.num_cached = state.num_states
-        return answers
+        return launched
 
     def _chunk(self, state: HeadState, share: int) -> HeadChunk:
         nodes = state.next_nodes()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from outrider.drafter_service.engine.chain_levels import ChainBatches, ChainLevels, tokens_of
-from outrider.drafter_service.engine.drafter import Ask, ChainAnswers
+from outrider.drafter_service.engine.drafter import Ask, ChainAnswers, ChainsLaunched
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import ForkableState, Step
@@ -177,7 +177,7 @@ class ModelForward:
         num_tokens = np.array([len(state.tokens) for state in states], np.int64)
         return int(num_tokens.sum()) - sum(state.num_cached for state in states), num_tokens
 
-    def run_chains(self, states: Sequence[ModelState], asks: Sequence[Ask], lengths: Int64s) -> list[ChainAnswers]:
+    def run_chains(self, states: Sequence[ModelState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
         begins = np.array([state.num_cached for state in states], np.int64)
         ends = np.array([len(state.tokens) for state in states], np.int64)
         tables, num_levels = [state.block_table for state in states], int(lengths.max())
@@ -185,14 +185,19 @@ class ModelForward:
         token_ids = [token_id for state in states for token_id in state.tokens[state.num_cached :]]
         positions = np.array([self._first_position(ask) for ask in asks], np.int64)
         levels = ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules)
-        answers = levels.grow(batches, token_ids, lambda batch, numbers, _: self._runner.execute(batch, numbers))
+        launched = levels.grow(batches, token_ids, lambda batch, numbers, _: self._runner.execute(batch, numbers))
         self.num_forwards += num_levels
-        for answer in answers:
-            for row, drafted in zip(answer.rows, tokens_of(answer.chains), strict=True):
-                states[row].tokens += drafted
         for state, end in zip(states, (ends + lengths - 1).tolist(), strict=True):
             state.num_cached = end
-        return answers
+
+        def read() -> list[ChainAnswers]:
+            answers = launched()
+            for answer in answers:
+                for row, drafted in zip(answer.rows, tokens_of(answer.chains), strict=True):
+                    states[row].tokens += drafted
+            return answers
+
+        return read
 
     def _run_open(
         self, states: Sequence[ModelState], opened: dict[int, int], numbers: torch.Tensor, num_open: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.own_weights import DrafterControl
@@ -16,7 +16,7 @@ _PEER = "local"
 
 
 class LocalDraftClient:
-    """`poll` makes all asked drafts, so that no step misses one.
+    """`poll` makes all asked drafts, so that no step misses one; `send` has the device begin where it can.
 
     If a drafter of ours raises, the process ends. If a plug-in raises, it stays down, and decoding goes on.
     """
@@ -25,7 +25,7 @@ class LocalDraftClient:
         """Without `control`, the drafter's weights cannot change."""
         self._engine, self._control = engine, control or DrafterControl(engine)
         self._inbox: list[VerifierMessage] = []
-        self._is_up = True
+        self._is_up, self._has_launched = True, False
         self._events = [
             DrafterEvent(
                 drafter_id=LOCAL_DRAFTER_ID,
@@ -37,6 +37,8 @@ class LocalDraftClient:
 
     def change_weights(self, message: UpdateDraftWeights) -> ControlResult:
         """Give the drafter new weights of its own, between two steps."""
+        if self._has_launched:
+            self._step()
         result = self._control.handle(message)
         if result.error is None:
             self._events.append(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, weight_version=result.weight_version))
@@ -45,23 +47,41 @@ class LocalDraftClient:
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         if drafter_id == LOCAL_DRAFTER_ID and self._is_up:
             self._inbox.extend(messages)
+            self._try(self._launch)
 
     def poll(self) -> list[DrafterEvent]:
+        self._try(self._draft)
+        events, self._events = self._events, []
+        return events
+
+    def _try(self, act: Callable[[], None]) -> None:
         if self._is_up:
             try:
-                self._draft()
+                act()
             except PluginFailedError:
                 logger.exception("the drafter in this verifier has failed: nothing is drafted here any more")
                 self._is_up = False
                 self._events.append(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, is_up=False))
-        events, self._events = self._events, []
-        return events
+
+    def _launch(self) -> None:
+        """Begin to draft, where the device does so by itself while the verifier goes on; later messages wait."""
+        if self._engine.launches and not self._has_launched:
+            self._handle()
+            self._has_launched = self._engine.launch()
 
     def _draft(self) -> None:
+        if self._has_launched:
+            self._step()
+        self._handle()
+        while self._engine.has_work():
+            self._step()
+
+    def _handle(self) -> None:
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             self._engine.handle(_PEER, message)
-        while self._engine.has_work():
-            self._events.extend(
-                DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, message=message) for _, message in self._engine.step()
-            )
+
+    def _step(self) -> None:
+        self._has_launched = False
+        found = self._engine.step()
+        self._events.extend(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, message=message) for _, message in found)

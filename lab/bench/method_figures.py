@@ -26,7 +26,7 @@ SHARES = {  # the parts of a step that each comes from
     "waiting": (WAITING,),
     "verification": ("forward",),
     "sampling": ("verify",),
-    "host": ("schedule", "messages", "commit", "ask"),
+    "host": ("schedule", "messages", "commit", "ask", "outputs"),
 }
 RECORDED_TOKENS = 48  # of each prompt
 MAX_WAVES = 2  # of requests that decode together

@@ -315,21 +315,22 @@ class VerifierEngine:
         step_s = verified_s - (self._verified_s or step.waited_since_s) - step.exposed_s
         self._verified_s = verified_s
         self._price(step, outcomes, step_s)
-        outputs = self._outputs.build(step, outcomes)
-        if held := self._hold_givers(outcomes):
-            for output in outputs:
-                output.is_held = output.request_id in held
+        held = self._hold_givers(outcomes)
         self.drafting.observe_verified(drafts_of(outcomes))
         self._commit(step, outcomes)
         self._move_states()
-        for outcome in outcomes:
-            if outcome.finish_reason is not None:
-                self._forget(outcome.item.request)
         self._extras.note_forced(outcomes)
         self.on_phase("commit")
         self._ended_s = self._clock()
         self._ask(step, outcomes)
         self.on_phase("ask")
+        outputs = self._outputs.build(step, outcomes)  # while drafters draft
+        for output in outputs if held else ():
+            output.is_held = output.request_id in held
+        for outcome in outcomes:
+            if outcome.finish_reason is not None:
+                self._forget(outcome.item.request)
+        self.on_phase("outputs")
         self.stats.observe(step.schedule, outputs, began_s=step.began_s, ended_s=self._ended_s)
         return self._beams.advance(step, outcomes, outputs)
 

@@ -119,7 +119,7 @@ class RequestExtras:
     def note_forced(self, outcomes: Sequence[Outcome]) -> None:
         """Set each request's `forced_ids` to the tokens that its grammar forces next, for the drafter."""
         states = self._grammar_states
-        for request in (outcome.item.request for outcome in outcomes) if states else ():
+        for request in (one.item.request for one in outcomes if one.finish_reason is None) if states else ():
             if (state := states.get(request.request_id)) is not None:
                 is_wanted = request.plan.draft_length > 0
                 output = request.token_ids[request.num_prompt_tokens :] if is_wanted else []

@@ -62,7 +62,7 @@ def beyond_s(count: int, found: Decoded, num_steps: int) -> float:
     return 1e3 * (found.step_s - virtual.step_s) if found.drafted > 1.0 else 0.0
 
 
-PARTS = ("schedule", "drafting", "messages", "waiting", "forward", "verify", "commit", "ask")
+PARTS = ("schedule", "drafting", "messages", "waiting", "forward", "verify", "commit", "ask", "outputs")
 
 
 def parts(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:

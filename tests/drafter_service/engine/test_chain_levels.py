@@ -51,12 +51,12 @@ class Side:
 
     def step(self, asks: list[Ask], budget: int) -> list[Draft]:
         """Answer some of the asks, as an engine does; the drafts in the asks' order."""
-        answers = self.drafter.draft_chains(asks, max_num_tokens=budget) if self.as_arrays else None
-        if answers is None:
+        launched = self.drafter.draft_chains(asks, max_num_tokens=budget) if self.as_arrays else None
+        if launched is None:
             return self.drafter.draft(asks, max_num_tokens=budget)
         self.num_at_once += 1
         found: dict[int, Draft] = {}
-        for rows, chains in answers:
+        for rows, chains in launched():
             frame = Drafts(
                 request_ids=tuple(asks[row].key.request_id for row in rows),
                 round_ids=np.array([asks[row].ask_id for row in rows]),

@@ -169,6 +169,7 @@ def test_it_drafts_as_one_that_started_with_the_weights(root: Path, method: Meth
     served.begin("running")
     served.finish(max_steps=4)
     assert served.update(new, "v1") == ControlResult(call_id="u", weight_version="v1")
+    served.finish(max_steps=1)  # with drafts that had begun before
     running = served.finish()
     after = served.drafts("after")
     fresh = Served(root / "target", method, new)
