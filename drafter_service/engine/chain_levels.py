@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import BY_LAW, ChildrenOnDevice, PendingCopy, choices_of, launch_children
+from outrider.drafter_service.engine.draft_sampler import (
+    BY_LAW,
+    ChildrenOnDevice,
+    PendingCopy,
+    choices_of,
+    launch_children,
+)
 from outrider.drafter_service.engine.drafter import ChainAnswers, ChainsLaunched
 from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens

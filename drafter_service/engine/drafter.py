@@ -11,7 +11,7 @@ import torch
 
 from outrider.drafter_service.engine.learning_messages import ServedSample
 from outrider.verifier_service.messages.columns import Chains
-from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, SparseRow
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, Seed, SparseRow
 from outrider.verifier_service.messages.history import PastResponse
 
 GREEDY = DraftSampling(temperature=0.0)
@@ -120,6 +120,22 @@ class Remembers(Protocol):
 
     def seed(self, history: History, responses: Sequence[PastResponse]) -> None:
         """Keep responses that ended elsewhere, oldest first; raises `ValueError` for ids outside the vocabulary."""
+
+
+def remember(drafter: Drafter, history: History | None, token_ids: Sequence[int]) -> None:
+    """Let a drafter that can keep the response of a rollout that has ended with these tokens, prompt included."""
+    if history is not None and history.key and isinstance(drafter, Remembers):
+        drafter.remember(history, token_ids[history.num_prompt_tokens :])
+
+
+def seed(drafter: Drafter, message: Seed) -> bool:
+    """Let a drafter that can keep responses that ended elsewhere; return False for ids outside the vocabulary."""
+    if message.history.key and isinstance(drafter, Remembers):
+        try:
+            drafter.seed(message.history, message.responses)
+        except ValueError:
+            return False
+    return True
 
 
 @runtime_checkable

@@ -17,12 +17,13 @@ from outrider.drafter_service.engine.drafter import (
     DraftEngineConfig,
     Drafter,
     DraftsChains,
-    Remembers,
     SessionKey,
     TakesTexts,
     first_bad_token,
     known_or_none,
     known_prefix,
+    remember,
+    seed,
 )
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.learning_messages import ServedSample
@@ -103,11 +104,6 @@ class DraftEngine:
     def config(self) -> DraftEngineConfig:
         return self._config
 
-    @property
-    def launches(self) -> bool:
-        """Whether `launch` may begin steps."""
-        return self._chains is not None
-
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
         assert self._launched is None, "the drafter is drafting"
@@ -119,7 +115,7 @@ class DraftEngine:
             case Open():
                 self._open(key, message)
             case Seed():
-                self._seed(message)
+                self.counters.num_bad_messages += not seed(self._drafter, message)
             case States():
                 self._take_states(key, message)
             case Commit():
@@ -131,10 +127,6 @@ class DraftEngine:
         """Let a drafter that looks tokens up remember texts, see `TakesTexts`; others ignore them."""
         if isinstance(self._drafter, TakesTexts):
             self._drafter.take_texts(samples)
-
-    def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
-        """Drop a session and ask its verifier for all of it again."""
-        self._ask_for_resync(key, lost_tensors=lost_tensors)
 
     def forget_peer(self, peer: str) -> None:
         """Free everything held for a peer that is gone or has come back as another incarnation."""
@@ -248,7 +240,7 @@ class DraftEngine:
             self._refuse(session, str(error))
         except ValueError:
             self.counters.num_bad_messages += 1
-            self._ask_for_resync(key)
+            self.resync(key)
         else:
             if self.observer is not None and self._drafter.needs.last_state_only:
                 self.observer.take_state(session, message)
@@ -265,7 +257,7 @@ class DraftEngine:
     def _commit(self, key: SessionKey, message: Commit, *, in_columns: bool = False) -> None:
         session, now_s = self._sessions.get(key), self._clock()
         if session is None or message.position != len(session.token_ids):
-            self._ask_for_resync(key)
+            self.resync(key)
             return
         self._append(session, message.token_ids, now_s)
         if self.observer is not None:
@@ -285,9 +277,9 @@ class DraftEngine:
         rows = zip(frame.request_ids, *(column.tolist() for column in numbers), strict=True)
         for request_id, round_id, position, count, max_length in rows:
             begin, end = end, end + count
-            session = self._sessions.get(key := SessionKey(peer, request_id))
+            session = self._sessions.find(peer, request_id)
             if session is None or position != len(session.token_ids):
-                self._ask_for_resync(key)
+                self.resync(SessionKey(peer, request_id))
                 continue
             self._append(session, token_ids[begin:end], now_s)
             self._begin_round(session, round_id, max_length, now_s, in_columns=True, told=None)
@@ -304,7 +296,8 @@ class DraftEngine:
         self, session: Session, round_id: int, max_length: int, now_s: float, *, in_columns: bool, told: Commit | None
     ) -> None:
         """Ask the drafter, unless there is nothing to draft; `told`: what else was said for the draft."""
-        session.take_pause(now_s)
+        if self._runs_ahead:
+            session.take_pause(now_s)
         length = self._draft_length(session, max_length)
         if length == 0:
             self._spare_time.forget(session.key)
@@ -363,8 +356,8 @@ class DraftEngine:
             del self._asked[unanswered.ask.ask_id]
         return unanswered
 
-    def _ask_for_resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
-        """Drop a session and say so: the verifier believes something else of it."""
+    def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
+        """Drop a session and ask its verifier for all of it again."""
         self._drop(key)
         self.counters.num_resyncs += 1
         self._outbox.append((key.peer, Resync(request_id=key.request_id, lost_tensors=lost_tensors)))
@@ -375,26 +368,10 @@ class DraftEngine:
         """End a session; what it leaves behind is kept, as it is not of one that is lost, evicted or refused."""
         session = self._sessions.get(key)
         if session is not None and session.refusal is None:
-            self._remember(session)
+            remember(self._drafter, session.history, session.token_ids)
             if self.observer is not None:
                 self.observer.close(session)
         self._drop(key)
-
-    def _remember(self, session: Session) -> None:
-        """Let the drafter keep the response of a rollout."""
-        history, drafter = session.history, self._drafter
-        if history is not None and history.key and isinstance(drafter, Remembers):
-            drafter.remember(history, session.token_ids[history.num_prompt_tokens :])
-
-    def _seed(self, message: Seed) -> None:
-        """Let the drafter keep responses that ended elsewhere; ids that it does not know are a bad message."""
-        drafter = self._drafter
-        if not message.history.key or not isinstance(drafter, Remembers):
-            return
-        try:
-            drafter.seed(message.history, message.responses)
-        except ValueError:
-            self.counters.num_bad_messages += 1
 
     def _drop(self, key: SessionKey) -> None:
         if (session := self._sessions.remove(key)) is not None:
@@ -443,10 +420,10 @@ class DraftEngine:
         for row, session in enumerate(sessions):
             unanswered = self._take_round(session)
             assert unanswered is not None, "an answer to nothing"
-            session.answered_s = now_s
-            self._draft_s.observe(now_s - unanswered.asked_s)
             rounds.append(unanswered)
             of_peer.setdefault((session.key.peer, unanswered.in_columns), []).append(row)
+        for asked_s in {each.asked_s for each in rounds}:
+            self._draft_s.observe(now_s - asked_s)
         self.counters.num_drafts += len(sessions)
         self.counters.num_draft_tokens += len(chains.token_ids)
         for (peer, in_columns), rows in of_peer.items():

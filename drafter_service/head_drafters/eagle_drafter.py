@@ -20,7 +20,7 @@ import torch
 
 from outrider.drafter_service.engine.chain_levels import ChainBatches, ChainLevels
 from outrider.drafter_service.engine.draft_sampler import select_rows
-from outrider.drafter_service.engine.drafter import Ask, ChainAnswers
+from outrider.drafter_service.engine.drafter import Ask, ChainsLaunched
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import Step
 from outrider.drafter_service.engine.placeholders import Placeholder, pack_placeholders

@@ -45,7 +45,7 @@ class Chunk:
     block_table: list[int]
     num_cached: int  # slots in use before this step
 
-    def slots(self, count: int, block_size: int) -> list[int]:
+    def slots(self, count: int, block_size: int) -> Sequence[int]:
         """Return where the KV of the next `count` tokens goes."""
         return slots_of(self.block_table, range(self.num_cached, self.num_cached + count), block_size)
 

@@ -65,7 +65,7 @@ class LocalDraftClient:
 
     def _launch(self) -> None:
         """Begin to draft, where the device does so by itself while the verifier goes on; later messages wait."""
-        if self._engine.launches and not self._has_launched:
+        if not self._has_launched:
             self._handle()
             self._has_launched = self._engine.launch()
 

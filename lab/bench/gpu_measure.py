@@ -149,7 +149,7 @@ def forward_s(runner: ParallelRunner, num_rows: int, context_length: int, clock:
     batch = ScheduledBatch(
         token_ids=[1 + place for place in range(num_rows)],
         positions=list(places),
-        slot_mapping=slots_of(table, places, runner.block_size),
+        slot_mapping=[*slots_of(table, places, runner.block_size)],
         query_lengths=[num_rows],
         context_lengths=[context_length],
         block_tables=[table],

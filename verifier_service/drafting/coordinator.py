@@ -378,21 +378,23 @@ class DraftCoordinator:
         for request in requests:
             self.num_asks += 1
             plan, session = request.plan, sessions.get(request.request_id)
-            is_off = plan.draft_length == 0 and plan.drafter_id is None
             if request.prediction_token_ids and (guess := self._predictions.guess(request)):
                 self._draft_from_prediction(request, guess)
                 continue
-            if session is not None and not is_off and session.background_until_s is not None:
-                continue
             bound, reason = self._bound_of(request)
-            own_id = None if session is None or is_off else session.drafter_id
-            drafter_id = own_id if own_id in choice.sure and plan.drafter_id in (None, own_id) else None
-            if drafter_id is None and drafters and not is_off:
-                drafter_id = choice.of(plan, session, is_asking=bound > 0)
-            if bound > 0 and drafter_id is None:
+            drafter_id, needs = None, NO_NEEDS
+            if drafters and not (plan.draft_length == 0 and plan.drafter_id is None):
+                if session is not None:
+                    if session.round is not None and session.round.background_until_s is not None:
+                        continue
+                    if session.drafter_id in choice.sure and plan.drafter_id in (None, session.drafter_id):
+                        drafter_id = session.drafter_id
+                drafter_id = drafter_id or choice.of(plan, session, is_asking=bound > 0)
+            if drafter_id is not None:
+                needs = drafters[drafter_id].needs
+            elif bound > 0:
                 reason = DisabledReason.DRAFTER_TIMEOUT if drafters else DisabledReason.DRAFTER_UNAVAILABLE
                 bound = 0
-            needs = NO_NEEDS if drafter_id is None else drafters[drafter_id].needs
             asks.append(Ask(request, drafter_id or "", bound, needs))
             reasons.append(reason)
         return asks, reasons

@@ -49,11 +49,6 @@ class DraftSession:
     missed: OutstandingRound | None = None  # the last round whose deadline passed
     missed_deadline_s: float = 0.0
 
-    @property
-    def background_until_s(self) -> float | None:
-        """Deadline of the background round in flight; None: no such round."""
-        return None if self.round is None else self.round.background_until_s
-
 
 class WantedDraft(NamedTuple):
     """An ask to be sent."""

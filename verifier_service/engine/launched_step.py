@@ -67,7 +67,8 @@ class LaunchedStep:
             if num_tokens + len(committed) >= request.limit or not request.stop_ids.isdisjoint(committed):
                 committed, finish_reason = until_finished(request, committed, num_tokens)
             follows_leaf = draft is not None and is_leaf(draft, path)
-            path = path[: len(committed)]
+            if finish_reason is not None:
+                path = path[: len(committed)]
             outcomes.append(Outcome(item, row + item.num_prompt_rows, committed, path, follows_leaf, finish_reason))
         return outcomes
 

@@ -50,15 +50,17 @@ class StepStats:
                 self.queue_s.observe(began_s - item.request.arrival_s)
             if item.samples and item.request.inter_token_time is not None:
                 item.request.inter_token_time.observe(item.request.num_tokens, ended_s)
-        for output in outputs:
-            self.num_committed_tokens += len(output.token_ids)
-            self.num_drafts += output.num_draft_tokens > 0
-            self.num_draft_tokens += output.num_draft_tokens
-            self.num_accepted_tokens += output.num_accepted_tokens
-            if output.num_draft_tokens:
-                verified = self._of_version(output.weight_version)
-                verified.num_draft_tokens += output.num_draft_tokens
-                verified.num_accepted_tokens += output.num_accepted_tokens
+        self.num_committed_tokens += sum([len(output.token_ids) for output in outputs])
+        drafted = [output for output in outputs if output.num_draft_tokens]
+        if not drafted:
+            return
+        num_draft_tokens = sum([output.num_draft_tokens for output in drafted])
+        num_accepted_tokens = sum([output.num_accepted_tokens for output in drafted])
+        verified = self._of_version(drafted[0].weight_version)  # of one step all are of one
+        for counts in (self, verified):
+            counts.num_draft_tokens += num_draft_tokens
+            counts.num_accepted_tokens += num_accepted_tokens
+        self.num_drafts += len(drafted)
 
     def _of_version(self, version: str) -> Acceptance:
         """Return a version's counts, which become the last ones; forget those of the version before all others."""

@@ -56,10 +56,13 @@ def slot_of(block_table: Sequence[int], place: int, block_size: int) -> int:
     return block_table[place // block_size] * block_size + place % block_size
 
 
-def slots_of(block_table: Sequence[int], places: range, block_size: int) -> list[int]:
+def slots_of(block_table: Sequence[int], places: range, block_size: int) -> Sequence[int]:
     """Return the KV slots of consecutive tokens."""
-    slots: list[int] = []
     start = places.start
+    if start % block_size + len(places) <= block_size:  # mostly
+        first = slot_of(block_table, start, block_size)
+        return range(first, first + len(places))
+    slots: list[int] = []
     while start < places.stop:
         first = slot_of(block_table, start, block_size)
         count = min(block_size - start % block_size, places.stop - start)

@@ -334,28 +334,26 @@ class Drafts(Chains):
 
     def drafts(self) -> Iterator[Draft]:
         """Yield each row as a message of its own."""
-        ends = self.lengths.cumsum()
-        for row, (begin, end) in enumerate(zip((ends - self.lengths).tolist(), ends.tolist(), strict=True)):
-            yield self._draft(row, begin, end)
+        token_ids, confidences, end = self.token_ids.tolist(), self.confidences.tolist(), 0
+        sparse_rows = self._sparse_rows() if self.has_rows else None
+        numbers = (column.tolist() for column in (self.round_ids, self.positions, self.lengths))
+        for request_id, round_id, position, length in zip(self.request_ids, *numbers, strict=True):
+            begin, end = end, end + length
+            yield Draft(
+                request_id=request_id,
+                round_id=round_id,
+                position=position,
+                token_ids=tuple(token_ids[begin:end]),
+                draft_probs=tuple(itertools.islice(sparse_rows, length)) if sparse_rows and length else None,
+                confidences=tuple(confidences[begin:end]) if confidences else None,
+            )
 
-    def _draft(self, row: int, begin: int, end: int) -> Draft:
-        confidences = tuple(self.confidences[begin:end].tolist()) if len(self.confidences) else None
-        return Draft(
-            request_id=self.request_ids[row],
-            round_id=int(self.round_ids[row]),
-            position=int(self.positions[row]),
-            token_ids=tuple(self.token_ids[begin:end].tolist()),
-            draft_probs=tuple(self._sparse_rows(begin, end)) if self.has_rows and begin < end else None,
-            confidences=confidences,
-        )
-
-    def _sparse_rows(self, begin: int, end: int) -> Iterator[SparseRow]:
-        """Yield the rows of some tokens."""
-        stop = int(self.row_sizes[:begin].sum())
-        for size in self.row_sizes[begin:end].tolist():
+    def _sparse_rows(self) -> Iterator[SparseRow]:
+        """Yield the row of every token."""
+        ids, weights, stop = self.row_ids.tolist(), self.row_weights.tolist(), 0
+        for size in self.row_sizes.tolist():
             start, stop = stop, stop + size
-            ids, weights = self.row_ids[start:stop].tolist(), self.row_weights[start:stop].tolist()
-            yield SparseRow(token_ids=tuple(ids), weights=tuple(weights))
+            yield SparseRow(token_ids=tuple(ids[start:stop]), weights=tuple(weights[start:stop]))
 
 
 def _joined(token_ids: Iterable[Sequence[int]]) -> Int64s:

@@ -43,6 +43,7 @@ MANY_TOKENS_REQUESTS = (64, 256)  # … these
 MAX_TOKENS_EACH = 16  # mean tokens per request of a bucket; more tokens take a bucket of more, partly empty requests
 NUM_MODEL_PARTS = 3  # token ids, positions, rows; the other parts are for attention
 ROWS_PART = 2  # index of the rows
+NUM_STAGED = 8  # steps that may be launched before the first of them runs: more than the levels of most drafts
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the model returns them
 
@@ -163,26 +164,38 @@ def step_parts(batch: ScheduledBatch) -> list[np.ndarray]:
 
 
 class Place:
-    """One bucket's parts in the buffers, on the device and on the host."""
+    """One bucket's parts in the buffers, on the device and in each of the host's."""
 
-    def __init__(self, memory: torch.Tensor, staged: torch.Tensor, layout: Layout) -> None:
+    def __init__(self, memory: torch.Tensor, staged: Sequence[torch.Tensor], layout: Layout) -> None:
         size = num_bytes(layout)
         self.parts = carved(memory, layout)  # at static addresses
-        self.hosted = [part.numpy() for part in carved(staged, layout)]
-        self.memory, self.staged = memory[:size], staged[:size]
+        self.hosted = [[part.numpy() for part in carved(each, layout)] for each in staged]
+        self.memory, self.staged = memory[:size], [each[:size] for each in staged]
+
+
+class Event(Protocol):
+    """A `torch.cuda.Event`."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class StepBuffers:
     """Static buffers that all captured steps of a model share, filled by one copy per step from pinned memory.
 
-    Steps use them one at a time, so every bucket's place begins at offset 0.
+    Steps use them one at a time, so every bucket's place begins at offset 0. Pinned memory is there NUM_STAGED times:
+    the host may launch so many steps ahead of the device, such as the levels of a draft, before it has to wait.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
+        """`make_event`: what says that a copy has ended; None: CUDA's, on a CUDA device."""
         on_device = device.type == "cuda"
+        make_event = torch.cuda.Event if make_event is None and on_device else make_event
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=on_device)
-        self._copied = torch.cuda.Event() if on_device else None
+        self._staged = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_device) for _ in range(NUM_STAGED)]
+        self._copied = [None if make_event is None else make_event() for _ in range(NUM_STAGED)]
+        self._turn = 0
 
     def place(self, layout: Layout) -> Place:
         """Return a bucket's place."""
@@ -190,13 +203,15 @@ class StepBuffers:
 
     def fill(self, place: Place, parts: Sequence[np.ndarray]) -> None:
         """Copy a step's parts to the device. If a part (a table) is smaller than its place, old values remain there."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be reading pinned memory
-        for hosted, part in zip(place.hosted, parts, strict=True):
+        turn, self._turn = self._turn, (self._turn + 1) % NUM_STAGED
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()  # the last copy from there may still be reading
+        for hosted, part in zip(place.hosted[turn], parts, strict=True):
             hosted[tuple(map(slice, part.shape))] = part
-        place.memory.copy_(place.staged, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        place.memory.copy_(place.staged[turn], non_blocking=True)
+        if copied is not None:
+            copied.record()
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,8 +311,7 @@ class Scheduler:
             index += 1
             if request.stands_until_s is not None and request.stands_until_s <= now_s:
                 request.stands_until_s = None  # nobody came
-            hold_until_s = request.hold_until_s
-            if request.stands_until_s is not None or (hold_until_s is not None and hold_until_s > now_s):
+            if request.stands_until_s is not None or (request.hold_until_s or 0.0) > now_s:
                 continue
             computed, table, num_tokens = request.num_computed_tokens, request.block_table, len(request.token_ids)
             draft, num_new = request.draft, 1

@@ -190,9 +190,9 @@ def test_batches_read_and_write_the_blocks_of_their_own_rows() -> None:
     tables = [[7, 3, 9], [5, 1, 2, 8]]
     batches = ChainBatches(tables, np.array([3, 13]), np.array([5, 14]), 6, 4)
     first = batches.first([10, 11, 12])
-    assert first.slot_mapping == slots_of(tables[0], range(3, 5), 4) + slots_of(tables[1], range(13, 14), 4)
+    assert first.slot_mapping == [*slots_of(tables[0], range(3, 5), 4), *slots_of(tables[1], range(13, 14), 4)]
     assert (first.positions, first.logits_indices) == ([3, 4, 13], [1, 2])
     assert first.block_tables == [[7, 3], [5, 1, 2, 8]]
     later = batches.next(np.array([0]), [-1], 4)
-    assert (later.slot_mapping, later.positions) == (slots_of(tables[0], range(8, 9), 4), [8])
+    assert (later.slot_mapping, later.positions) == ([*slots_of(tables[0], range(8, 9), 4)], [8])
     assert (later.context_lengths, later.block_tables) == ([9], [[7, 3, 9]])

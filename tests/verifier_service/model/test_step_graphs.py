@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,11 +24,13 @@ from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
+    NUM_STAGED,
     REQUEST_BUCKETS,
     TOKEN_BUCKETS,
     Bucket,
     CudaCapture,
     GraphBackend,
+    StepBuffers,
     StepGraphs,
     all_buckets,
     bucket_of,
@@ -417,3 +420,29 @@ def triton_context() -> type:
     from outrider.verifier_service.model.triton_attention import TritonContext
 
     return TritonContext
+
+
+class Said:
+    """An event that says what is done with it."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        self._said, self._name = said, name
+
+    def record(self) -> None:
+        self._said.append(f"copied from {self._name}")
+
+    def synchronize(self) -> None:
+        self._said.append(f"waited for {self._name}")
+
+
+def test_a_step_waits_only_for_the_copy_that_read_its_own_memory() -> None:
+    said: list[str] = []
+    names = iter("abcdefgh")
+    buffers = StepBuffers(64, torch.device("cpu"), make_event=lambda: Said(said, next(names)))
+    place = buffers.place([(torch.int64, (2,))])
+    for step in range(NUM_STAGED + 1):
+        buffers.fill(place, [np.array([step, step + 1])])
+        assert place.parts[0].tolist() == [step, step + 1]
+    turns = [*"abcdefgh", "a"]
+    assert said == [line for turn in turns for line in (f"waited for {turn}", f"copied from {turn}")]
+    assert [int(hosted[0][0]) for hosted in place.hosted] == [8, *range(1, 8)], "each has its own memory"
