@@ -132,7 +132,8 @@ def num_launches(step: Callable[[], object]) -> int:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in leaves if leaf.layout is torch.strided)  # oneDNN's packed weights have no address
 
 
 class PlainPagedAttention:

@@ -34,6 +34,7 @@ class Architecture:
     tensor_parallel: bool = False  # the library's sharding plan is correct for our engine
     is_tested: bool = True  # False: served only if the start check finds the library's logits
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): from the model's tensor names to checkpoints'
+    uncaptured: str | None = None  # why no graph holds a step by the library's code; None: it can
     whole: str | None = None  # the multimodal model of a text part for which the library has no class alone
 
 
@@ -71,8 +72,9 @@ IGNORED_TENSORS = (
     r"^(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal_|mm_|vit_|patch_merge_)\w*\.",
 )
 
+_READS_BACK = "reads_back"  # its code waits for the device in every step, or brings it something
 _PLAIN = Architecture()
-_UNLISTED = Architecture(is_tested=False)
+UNLISTED = Architecture(is_tested=False, uncaptured="unlisted")
 _SHARDED = Architecture(tensor_parallel=True)
 
 # each one is compared with the library in tests/verifier_service/model/test_runner.py, sharded ones also in
@@ -92,7 +94,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4_moe": _SHARDED,
     "glm_moe_dsa": _PLAIN,
     "glm_ocr_text": Architecture(whole="glm_ocr"),
-    "gpt2": _PLAIN,
+    "gpt2": Architecture(uncaptured=_READS_BACK),
     "gpt_neox": Architecture(tensor_parallel=True, aliases=((r"^lm_head\.", "embed_out."),)),
     "gpt_oss": _PLAIN,
     "granite": _SHARDED,
@@ -108,11 +110,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": _SHARDED,
     "mistral4": _SHARDED,
     "mixtral": Architecture(tensor_parallel=True, aliases=_MIXTRAL_NAMES),
-    "muse_glimmer_text": Architecture(whole="muse_glimmer"),
+    "muse_glimmer_text": Architecture(whole="muse_glimmer", uncaptured=_READS_BACK),
     "olmo": _PLAIN,
     "olmo2": _PLAIN,
     "olmoe": _PLAIN,
-    "opt": _PLAIN,
+    "opt": Architecture(uncaptured="other_head"),  # it does not end where others do
     "phi": _PLAIN,
     "phi3": _PLAIN,
     "qwen2": _SHARDED,
@@ -123,7 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": _SHARDED,
     "stablelm": _PLAIN,
     "starcoder2": _SHARDED,
-    "step3p5": Architecture(whole="step3p7", aliases=_STEP_NAMES),
+    "step3p5": Architecture(whole="step3p7", aliases=_STEP_NAMES, uncaptured=_READS_BACK),
 }
 
 # reasons for the refusal of architectures that would silently give wrong logits in a packed batch
@@ -241,7 +243,7 @@ def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) 
     name = description.model_type
     if name in _REASONS:
         raise UnsupportedModelError(f"{name}: {_REASONS[name]}")
-    architecture = ARCHITECTURES.get(name, _UNLISTED)
+    architecture = ARCHITECTURES.get(name, UNLISTED)
     rope_type = batch_dependent_rope(getattr(description, "rope_parameters", None))
     if rope_type is not None:
         raise UnsupportedModelError(f"{name}: rope type {rope_type!r} depends on the longest position of the batch")
@@ -257,7 +259,7 @@ def checkpoint_names(description: PreTrainedConfig) -> tuple[tuple[tuple[str, st
     """
     first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
     layers = (rf"(^|\.)layers\.{first + index}\." for index in range(count))
-    aliases = ARCHITECTURES.get(description.model_type, _UNLISTED).aliases
+    aliases = ARCHITECTURES.get(description.model_type, UNLISTED).aliases
     return (*aliases, *CHECKPOINT_ALIASES), (*IGNORED_TENSORS, r"^(model\.)?mtp(_\w+)?\.", *layers)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import torch
 
 from outrider.verifier_service.formats.checkpoint import TensorSource
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.architectures import UnsupportedModelError
+from outrider.verifier_service.model.architectures import ARCHITECTURES, UNLISTED, UnsupportedModelError, expert_shape
 from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.config import Quantization
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -61,6 +63,58 @@ class LibraryModel:
             )
         states = torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
         return output.logits[0].float(), states
+
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler, *, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the head's input [num_tokens, hidden_size] and the tapped states, for graphs: they end there."""
+        with entered(attend), tapped(self.model, taps) as taken:
+            output = self._parts[0](input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        states = torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
+        return output.last_hidden_state[0], states
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [num_rows, vocab_size] of rows of `hidden`."""
+        return self._parts[1](inputs_embeds=rows[None], use_cache=False).logits[0].float()
+
+    @functools.cached_property
+    def _parts(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The base, which has the layers, and the same model without it: the head and whatever is done around it."""
+        layers, _ = decoder_layers(self.model)
+        children = self.model.named_children()
+        name, base = next((name, part) for name, part in children if any(each is layers for each in part.modules()))
+        head = copy.copy(self.model)
+        head._modules = {**self.model._modules, name: _Given()}
+        return base, head
+
+    @property
+    def not_captured(self) -> str | None:
+        """Why steps run eagerly on a GPU; None: they can be captured. As `Decoder.not_captured`."""
+        description = self.model.config.get_text_config()
+        if reason := ARCHITECTURES.get(description.model_type, UNLISTED).uncaptured:
+            return reason
+        is_looped = self.device.type == "cuda" and self.dtype is torch.float32
+        return "float32_experts" if is_looped and expert_shape(description) is not None else None
+
+
+class _Given(torch.nn.Module):
+    """Stands where a causal model calls its base, and gives it the hidden states that its head is to read."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a base returns: hidden states, and nothing of whatever else is asked for."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.last_hidden_state
 
 
 def load_library_model(

@@ -323,7 +323,7 @@ class ModelRunner:
                 dtype=resolve_state_dtype(config.state_dtype, self.dtype),
             )
         self.graphs: StepGraphs | None = None
-        if backend is not None and isinstance(self.model, Decoder):
+        if backend is not None and self.pool.widest <= WIDE_HEAD:
             self.graphs = StepGraphs(
                 *(self.model, self.pool, backend),
                 null_block=null_block,

@@ -49,7 +49,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the 
 
 
 class CapturedModel(Protocol):
-    """A model whose steps can be captured: a `Decoder`, or a drafter's head with its input states in static buffers."""
+    """A model whose steps can be captured: our decoder, the library's, or a head with its states in static buffers."""
 
     @property
     def dtype(self) -> torch.dtype: ...

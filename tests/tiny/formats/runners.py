@@ -9,15 +9,16 @@ from transformers import PreTrainedModel
 
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from tiny.models import full_logits, random_sequences, scattered_batches
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 
 
-def make_runner(folder: Path, **fields: object) -> ModelRunner:
+def make_runner(folder: Path, backend: GraphBackend | None = None, **fields: object) -> ModelRunner:
     options = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "device": "cpu", "dtype": "float32", **fields}
-    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single())
+    return ModelRunner(ModelConfig(path=str(folder), **options), TensorParallelGroup.single(), backend)
 
 
 def require_equal(runner: ModelRunner, model: PreTrainedModel) -> None:

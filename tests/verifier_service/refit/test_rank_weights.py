@@ -70,6 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in TINY_ARCHITECTURES},
     "bfloat16": ("llama", {}, {"dtype": "bfloat16"}),
     "int8": ("llama", {}, {"quantization": "int8"}),
+    "fp8": ("llama", {}, {"quantization": "fp8", "dtype": "bfloat16"}),
     "tied_int8": ("qwen2", {}, {"quantization": "int8"}),
     "packed": ("llama", WIDE, {}),
     "packed_int8": ("llama", WIDE, {"quantization": "int8"}),
@@ -100,9 +101,10 @@ def test_a_folder_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @without_kernels()
-def test_captured_steps_stay_valid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "stablelm"], ids=["our decoder", "the library's"])
+def test_captured_steps_stay_valid(tmp_path: Path, model_type: str) -> None:
     """A replay reads the addresses that it was captured with, which a played one checks."""
-    old, new = write_two(tmp_path)
+    old, new = write_two(tmp_path, model_type)
     runner = runner_of(old, backend=played_backend())
     before, wanted = logits_of(runner), logits_of(runner_of(new, backend=played_backend()))
     assert runner.graphs is not None
