@@ -60,7 +60,7 @@ from outrider.verifier_service.model.start_check import (
     sample_sequences,
 )
 from outrider.verifier_service.model.state_pool import StatePool, require_taps, resolve_state_dtype
-from outrider.verifier_service.model.step_graphs import CudaCapture, GraphBackend, StepGraphs
+from outrider.verifier_service.model.step_graphs import CapturedModel, CudaCapture, GraphBackend, StepGraphs
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import WeightReader
 from outrider.verifier_service.start_memory import StartMemory
@@ -71,12 +71,10 @@ logger = logging.getLogger(__name__)
 CHECKED = "checked"  # finding in `StartMemory`: the logits equal the library's
 
 
-class PackedModel(Protocol):
+class PackedModel(CapturedModel, Protocol):
     """One rank's part of a causal model over packed tokens: `Decoder` or `LibraryModel`."""
 
-    dtype: torch.dtype
     device: torch.device
-    hidden_size: int
     num_layers: int
 
     @property
