@@ -33,7 +33,7 @@ async def test_calls_fail_with_the_engine() -> None:
     await asyncio.sleep(0)
     table.fail("the engine has ended")
     with pytest.raises(ConnectionError, match="the engine has ended"):
-        await call
+        await asyncio.wait_for(call, 5.0)
     assert len(table) == 0
 
 
