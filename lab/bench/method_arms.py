@@ -52,6 +52,8 @@ HYBRID_MODELS = (Method.EAGLE3, Method.EAGLE, Method.MEDUSA, Method.DRAFT_MODEL)
 CACHE_BYTES = 768 << 20  # for KV, of each side
 NUM_BLOCKS = 2  # in which every mode decodes, of a wave of requests
 NUM_SKIPPED = 2  # steps after each change of mode, which still have the drafts of the one before
+NUM_SETTLING = 32  # priced steps before any count: a price that drafts do not reach has lost its first trial by then
+MANY, MANY_SHARE = 64, 2  # from so many requests on a part of the steps: each makes as many tokens
 WAITING, DRAFTING, MESSAGES = "waiting", "drafting", "messages"  # parts of a step beside the engine's own
 
 
@@ -237,15 +239,23 @@ class MethodArm:
         self._add(wave, name, Mode.OFF.plan(0))
         while not all(request.is_decoding and request.num_output_tokens for request in self.engine.requests.values()):
             self._step(tokens)
+        self._run(Mode.PRICED, NUM_SETTLING, tokens)
+        num_counted = num_steps // NUM_BLOCKS // (1 if len(wave) < MANY else MANY_SHARE)
         for _ in range(NUM_BLOCKS):
             for mode in Mode:
-                self.engine.set_plans(dict.fromkeys(self.engine.requests, mode.plan(self.length)))
-                for number in range(NUM_SKIPPED + num_steps // NUM_BLOCKS):
-                    outputs = self._step(tokens)
-                    if number >= NUM_SKIPPED:
-                        found[mode].add(self.clock.steps[-1], outputs)
+                self._run(mode, NUM_SKIPPED, tokens)
+                found[mode] = found[mode].plus(self._run(mode, num_counted, tokens))
         self._cancel()
         return found, tokens
+
+    def _run(self, mode: Mode, num_steps: int, tokens: Tokens) -> Steps:
+        """Run so many steps in a mode, and return them."""
+        found = Steps()
+        self.engine.set_plans(dict.fromkeys(self.engine.requests, mode.plan(self.length)))
+        for _ in range(num_steps):
+            outputs = self._step(tokens)
+            found.add(self.clock.steps[-1], outputs)
+        return found
 
     def record(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> tuple[list[list[tuple[int, int]]], Tokens]:
         """Return of every prompt and position what was drafted and what of it was right, and the tokens."""
@@ -301,7 +311,10 @@ Tokens = defaultdict[str, list[int]]  # by request
 
 @contextlib.contextmanager
 def opened(config: ServiceConfig, clock: Clock, *, is_far: bool = False) -> Iterator[MethodArm]:
-    """Load a method's target and drafter, and give this process the target's threads, until the end."""
+    """Load a method's target and drafter, and give this process the target's threads, until the end.
+
+    By `clock` parts of steps are measured, and near ones priced.
+    """
     gc.collect()  # the last one's models are in cycles
     cores = sorted(os.sched_getaffinity(0))
     target_cores = frozenset(cores[:-1] or cores)
@@ -326,7 +339,7 @@ def opened(config: ServiceConfig, clock: Clock, *, is_far: bool = False) -> Iter
         else:
             draft_model = _load(drafter.model) if drafter.loads_model and drafter.model is not None else None
             local, attach = open_local_drafter(drafter, runner, draft_model)
-            engine = build_engine(runner, verifier, timed(local, part=DRAFTING), verify=recorder)
+            engine = build_engine(runner, verifier, timed(local, part=DRAFTING), verify=recorder, clock=clock)
             attach(engine)
         step_times = profile_engine(engine, runner, verifier)
         engine.on_phase = phases.end

@@ -59,6 +59,7 @@ def build_engine(
     *,
     has_grammars: bool = True,
     verify: Callable[..., Verification] = begin,
+    clock: Callable[[], float] = time.monotonic,
 ) -> VerifierEngine:
     """Build scheduler, KV pool and drafting around a loaded model; without grammars, structured output is refused."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
@@ -91,7 +92,7 @@ def build_engine(
         runner,
         Scheduler(config, pool, pricing),
         DraftCoordinator(drafts, speculation, runner.states, pricing),
-        clock=time.monotonic,
+        clock=clock,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=grammars,
         pricing=pricing,
