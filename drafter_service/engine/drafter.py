@@ -34,6 +34,7 @@ class Ask:
     sampling: DraftSampling
     length: int  # at least 1; of a tree: its depth
     max_nodes: int = 0  # a tree of so many tokens; 0: a chain
+    max_computed: int | None = None  # as in `Commit`
     cache_salt: str = ""  # sessions of different salts share nothing
     history: History | None = None  # in rollouts: what its session shares, instead of the salt
     states: torch.Tensor | None = None  # [num_states, width] of the first tokens; of the last one alone if so needed

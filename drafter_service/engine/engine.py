@@ -317,6 +317,7 @@ class DraftEngine:
         )
         if told is not None:
             ask.max_nodes = max(0, min(told.max_nodes, self._config.max_tree_nodes))
+            ask.max_computed = told.max_computed
             ask.predicted_ids = known_or_none(told.predicted_ids, self.vocab_size)
             ask.forced_ids = known_prefix(told.forced_ids[:length], self.vocab_size)
         session.round = Round(ask, round_id, now_s, in_columns)

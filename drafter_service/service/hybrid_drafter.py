@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.drafter_service.engine.draft_tree import num_named
 from outrider.drafter_service.engine.drafter import Ask, Drafter, Remembers, SessionKey, TakesTexts
@@ -56,7 +56,7 @@ class _Session:
     num_drafts: int = 0
     last_used: dict[str, int] = field(default_factory=dict)  # by model: the number of its last draft
     num_committed: int = 0  # in the last ask
-    pending: tuple[int, str] | None = None  # (ask id, model) of the running draft
+    pending: tuple[Ask, str] | None = None  # the running draft's, as its model gets it, and that model
 
 
 @dataclass(slots=True)
@@ -84,6 +84,7 @@ class HybridDrafter:
             last_state_only=taps[0].last_state_only if taps else False,
             predictions=any(drafter.needs.predictions for drafter in drafters),
             history=any(drafter.needs.history for drafter in drafters),
+            finds_some=any(drafter.needs.is_found for drafter in self._lookups.values()),
         )
         self.vocab_size = min(drafter.vocab_size for drafter in drafters)
         self.max_model_len = min(drafter.max_model_len for drafter in drafters)
@@ -109,11 +110,12 @@ class HybridDrafter:
             if self._is_fresh(ask):
                 name, model = self._choose(ask, session, looked_up)
                 if model is None:
-                    results.append(self._answered(ask, name, looked_up[ask.key][name]))
+                    draft = replace(looked_up[ask.key][name], is_found=self._lookups[name].needs.is_found)
+                    results.append(self._answered(ask, name, draft))
                     continue
-                session.pending = (ask.ask_id, name)
+                session.pending = (replace(ask, length=num_computed(ask)), name)
             assert session.pending is not None
-            waiting[session.pending[1]].append(ask)
+            waiting[session.pending[1]].append(session.pending[0])
         for name, model_asks in waiting.items():
             if model_asks:
                 by_id = {ask.ask_id: ask for ask in model_asks}
@@ -148,7 +150,7 @@ class HybridDrafter:
 
     def _is_fresh(self, ask: Ask) -> bool:
         pending = self._sessions[ask.key].pending
-        return pending is None or pending[0] != ask.ask_id
+        return pending is None or pending[0].ask_id != ask.ask_id
 
     def _learn(self, ask: Ask) -> None:
         """Learn from the session's last draft."""
@@ -170,7 +172,9 @@ class HybridDrafter:
         """Return every lookup's answers, by session."""
         found: dict[SessionKey, dict[str, Draft]] = {ask.key: {} for ask in asks}
         for name, drafter in self._lookups.items():
-            left = list(asks)
+            is_found = drafter.needs.is_found
+            left = [ask if is_found else replace(ask, length=num_computed(ask)) for ask in asks]
+            left = [ask for ask in left if ask.length]
             while left:
                 answered = {draft.round_id: draft for draft in drafter.draft(left, max_num_tokens=max_num_tokens)}
                 assert answered, "a lookup that makes no progress"
@@ -184,12 +188,13 @@ class HybridDrafter:
         self, ask: Ask, session: _Session, looked_up: Mapping[SessionKey, Mapping[str, Draft]]
     ) -> tuple[str, Drafter | None]:
         """Return the name of the drafter with the most expected tokens, and its model; None: a lookup."""
-        session.num_drafts += 1
-        if self._models and session.num_drafts % EXPLORE_EVERY == 0:  # or an unused model's mean would never change
+        expected = {name: expected_tokens(result) for name, result in looked_up[ask.key].items()}
+        if most := num_computed(ask):
+            session.num_drafts += 1
+            expected |= {name: min(mean.value, most) for name, mean in session.wins.items()}
+        if most and self._models and session.num_drafts % EXPLORE_EVERY == 0:  # or an unused model's mean would stay
             name = min(self._models, key=lambda each: session.last_used.get(each, 0))
         else:
-            expected = {name: expected_tokens(result) for name, result in looked_up[ask.key].items()}
-            expected |= {name: min(mean.value, ask.length) for name, mean in session.wins.items()}
             name = max(expected, key=lambda each: expected[each])
         session.last_used[name] = session.num_drafts
         return name, self._models.get(name)
@@ -200,6 +205,11 @@ class HybridDrafter:
         session.used = _Used(name, session.num_committed, draft)
         self.counts.num_drafts[name] += 1
         return draft
+
+
+def num_computed(ask: Ask) -> int:
+    """Return how long a draft may be that is computed."""
+    return ask.length if ask.max_computed is None else min(ask.length, ask.max_computed)
 
 
 def expected_tokens(draft: Draft) -> float:

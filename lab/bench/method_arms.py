@@ -233,13 +233,15 @@ class MethodArm:
     step_times: tuple[StepTime, ...]
 
     def decode(self, wave: Sequence[tuple[int, ...]], num_steps: int, name: str) -> tuple[dict[Mode, Steps], Tokens]:
-        """Decode the prompts together in all modes, in turn; return the steps of each, and all tokens."""
+        """Decode the prompts together in all modes, in turn; return the steps of each, and all tokens.
+
+        Before any step counts, the price of so many requests settles, on others for the same prompts.
+        """
+        self._begin(wave, f"{name} before")
+        self._run(Mode.PRICED, NUM_SETTLING, defaultdict(list))
+        self._cancel()
         found = {mode: Steps() for mode in Mode}
-        tokens: Tokens = defaultdict(list)
-        self._add(wave, name, Mode.OFF.plan(0))
-        while not all(request.is_decoding and request.num_output_tokens for request in self.engine.requests.values()):
-            self._step(tokens)
-        self._run(Mode.PRICED, NUM_SETTLING, tokens)
+        tokens = self._begin(wave, name)
         num_counted = num_steps // NUM_BLOCKS // (1 if len(wave) < MANY else MANY_SHARE)
         for _ in range(NUM_BLOCKS):
             for mode in Mode:
@@ -247,6 +249,14 @@ class MethodArm:
                 found[mode] = found[mode].plus(self._run(mode, num_counted, tokens))
         self._cancel()
         return found, tokens
+
+    def _begin(self, wave: Sequence[tuple[int, ...]], name: str) -> Tokens:
+        """Read the prompts; return the tokens that came with them."""
+        tokens: Tokens = defaultdict(list)
+        self._add(wave, name, Mode.OFF.plan(0))
+        while not all(request.is_decoding and request.num_output_tokens for request in self.engine.requests.values()):
+            self._step(tokens)
+        return tokens
 
     def _run(self, mode: Mode, num_steps: int, tokens: Tokens) -> Steps:
         """Run so many steps in a mode, and return them."""

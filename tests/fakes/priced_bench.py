@@ -63,6 +63,10 @@ class GuessingDrafts(MemoryDrafts):
         """Return how long a draft of so many tokens is waited for."""
         return self.draft_s * num_tokens if num_tokens else self.empty_s
 
+    def wait_s(self, draft: Draft) -> float:
+        """Return how long a draft that came was waited for."""
+        return self.seconds(len(draft.token_ids))
+
     def send(self, drafter_id, messages) -> None:
         super().send(drafter_id, messages)
         for message in parts.singly(messages):
@@ -137,7 +141,7 @@ class Bench:
     def _timed_poll(self) -> list[DrafterEvent]:
         events = self._poll()
         drafted = [event.message for event in events if isinstance(event.message, Draft)]
-        self.now_s += max((self.drafts.seconds(len(draft.token_ids)) for draft in drafted), default=0.0)
+        self.now_s += max(map(self.drafts.wait_s, drafted), default=0.0)
         return events
 
     def run(self, *, num_requests: int = 1, max_tokens: int = 100, **options) -> dict[str, list[RequestOutput]]:

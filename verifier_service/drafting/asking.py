@@ -57,7 +57,7 @@ class Asking:
         outbox: Outbox = {}
         plain: dict[str, tuple[float, list[WantedDraft]]] = {}  # by drafter, with the deadline of its rounds
         for one in wanted:
-            request, session, _ = one
+            request, session = one.request, one.session
             request.metrics.enabled = True
             drafter = self._drafters[session.drafter_id]
             if session.has_answered and drafter.is_plain and not (request.forced_ids or self._config.max_tree_nodes):
@@ -81,20 +81,20 @@ class Asking:
 
     def _begin_plain(self, wanted: Sequence[WantedDraft], now_s: float) -> Commits:
         """Begin plain rounds of one drafter."""
-        positions = [session.num_sent_tokens for _, session, _ in wanted]
-        tokens = [request.token_ids[start:] for (request, _, _), start in zip(wanted, positions, strict=True)]
+        positions = [one.session.num_sent_tokens for one in wanted]
+        tokens = [one.request.token_ids[start:] for one, start in zip(wanted, positions, strict=True)]
         first_id = self._num_rounds + 1
         self._num_rounds += len(wanted)
-        for round_id, (request, session, length) in enumerate(wanted, first_id):
+        for round_id, (request, session, length, _) in enumerate(wanted, first_id):
             session.num_sent_tokens = num_tokens = len(request.token_ids)
             session.round = OutstandingRound(round_id, num_tokens, length, 0, now_s)
         return Commits(
-            request_ids=tuple([request.request_id for request, _, _ in wanted]),
+            request_ids=tuple([one.request.request_id for one in wanted]),
             round_ids=np.arange(first_id, first_id + len(wanted)),
             positions=np.array(positions, np.int64),
             counts=np.array([len(some) for some in tokens], np.int64),
             token_ids=np.array([token_id for some in tokens for token_id in some], np.int64),
-            max_lengths=np.array([length for _, _, length in wanted], np.int64),
+            max_lengths=np.array([one.length for one in wanted], np.int64),
         )
 
     def begin(
@@ -104,12 +104,13 @@ class Asking:
 
         `background_until_s`: the deadline of a round that no step waits for.
         """
-        request, session, max_length = wanted
+        request, session, max_length, max_computed = wanted
         messages: list[VerifierMessage] = []
         if session.num_sent_tokens == 0:
             messages.append(self._filing.opening(request))
             session.num_sent_tokens, request.target_rows = request.num_tokens, []
-        messages.extend(unsent_states(self._states, self._drafters[session.drafter_id].needs, request, session))
+        if max_computed != 0:  # what is found reads none, and the next ask brings them
+            messages.extend(unsent_states(self._states, self._drafters[session.drafter_id].needs, request, session))
         self._num_rounds += 1
         # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
         is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
@@ -122,6 +123,7 @@ class Asking:
                 token_ids=tuple(request.token_ids[session.num_sent_tokens :]),
                 max_length=max_length,
                 max_nodes=max_nodes,
+                max_computed=max_computed,
                 predicted_ids=request.predicted_ids,
                 forced_ids=request.forced_ids,
                 target_rows=tuple(request.target_rows),
@@ -129,6 +131,6 @@ class Asking:
         )
         session.num_sent_tokens, request.target_rows = request.num_tokens, []
         session.round = OutstandingRound(
-            self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s
+            self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s, max_computed
         )
         return messages

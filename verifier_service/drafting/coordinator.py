@@ -238,7 +238,7 @@ class DraftCoordinator:
         session.has_answered = False
         if (outstanding := session.round) is not None:
             until_s = outstanding.background_until_s
-            wanted = WantedDraft(request, session, outstanding.max_length)
+            wanted = WantedDraft(request, session, outstanding.max_length, outstanding.max_computed)
             self._client.send(drafter_id, self._asking.begin(wanted, now_s, until_s))
 
     def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
@@ -308,7 +308,8 @@ class DraftCoordinator:
         # a round without a draft does not count for a drafter's yield if the price forbids drafts
         is_forbidden = self._pricing is not None and self._pricing.price == NEVER
         sessions = self._sessions
-        for (request, drafter_id, _, _), reason, (length, price_reason) in zip(asks, reasons, lengths, strict=True):
+        for (request, drafter_id, _, _), reason, answer in zip(asks, reasons, lengths, strict=True):
+            length, price_reason, max_computed = answer
             request.metrics.disabled_reason = reason or price_reason
             session = sessions.get(request.request_id)
             if drafter_id and (length or not is_forbidden):
@@ -316,7 +317,7 @@ class DraftCoordinator:
             if drafter_id and length:
                 if session is None or session.drafter_id != drafter_id:
                     session = self._begin_session(request, drafter_id, outbox)
-                wanted.append(WantedDraft(request, session, length))
+                wanted.append(WantedDraft(request, session, length, max_computed))
             elif session is not None and request.plan.is_off:
                 self._end_session(request.request_id, outbox)
             elif session is not None:

@@ -26,6 +26,7 @@ class OutstandingRound:
     max_nodes: int
     asked_s: float
     background_until_s: float | None = None  # deadline of a round that no step waits for; None: the request is held
+    max_computed: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class WantedDraft(NamedTuple):
     request: Request
     session: DraftSession
     length: int
+    max_computed: int | None = None  # as in `Commit`
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class DrafterRecord:
         return cls(
             vocab_size,
             needs,
-            is_plain=not (needs.taps or needs.predictions or needs.num_top),
+            is_plain=not (needs.taps or needs.predictions or needs.num_top or needs.finds_some),
             timer=RoundTimer(first_s=first_s, min_s=min_s, max_s=max_s),
             opening_timer=RoundTimer(first_s=first_s, min_s=max_s / 4, max_s=max_s),
         )

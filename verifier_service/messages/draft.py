@@ -104,6 +104,7 @@ class DraftNeeds:
     last_state_only: bool = False  # only the states of the token before the draft
     predictions: bool = False  # `Commit.predicted_ids`
     is_found: bool = False  # a look-up in the verifier's process: it finds chains at once, without computing
+    finds_some: bool = False  # of its drafts: `Commit.max_computed` bounds those that it computes
     history: bool = False  # the responses of rollouts, once they have ended: see `History`
     num_top: int = 0  # `Commit.target_rows` with so many of the target's likeliest tokens; 0: none
     learns: bool = False  # its pool has a learner: the texts of requests that may be learnt from, also without asks
@@ -190,6 +191,7 @@ class Commit:
     token_ids: tuple[int, ...]
     max_length: int
     max_nodes: int = 0
+    max_computed: int | None = None  # of `max_length`, for what a drafter that `finds_some` computes; None: all
     # the target's likeliest token after the root, and after each token, of the last verified draft
     predicted_ids: tuple[int, ...] = ()
     forced_ids: tuple[int, ...] = ()  # the next tokens, as far as the request's grammar allows only one
@@ -284,6 +286,7 @@ class Draft:
     draft_probs: tuple[SparseRow, ...] | None = None
     parents: tuple[int, ...] | None = None  # None: a chain
     confidences: tuple[float, ...] | None = None
+    is_found: bool = False  # in no time, by a drafter that `finds_some`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

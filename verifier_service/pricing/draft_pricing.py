@@ -39,7 +39,7 @@ from outrider.verifier_service.pricing.offer import (
     TreeOffer,
     confidences_of,
 )
-from outrider.verifier_service.pricing.policies import Books, Found, Load, Pinned, Policy, Priced, is_free
+from outrider.verifier_service.pricing.policies import Books, Found, Load, Pinned, Policy, Priced, is_free, sought
 from outrider.verifier_service.pricing.request_table import (
     FOUND,
     MASKED,
@@ -178,7 +178,7 @@ class DraftPricing:
             return PINNED
         if first.bound and self.masked is not None and first.drafter_id == LOCAL_DRAFTER_ID:
             return MASKED
-        if first.bound and first.needs.is_found and is_free(load, max(ask.bound for ask in asks)):
+        if first.bound and first.needs.is_found and is_free(load, load.level.exposure, max(ask.bound for ask in asks)):
             return FOUND
         return PRICED
 
@@ -209,6 +209,8 @@ class DraftPricing:
         else:
             rounds.is_opening |= [ask.request.plan.is_off for ask in asks]
         self._policy(kind).ask(self.books, load, rows, rounds, limits)
+        if kind == PRICED and first.bound and first.needs.finds_some:
+            rounds.sought = sought(load, limits)
         requests.drafter[rows], requests.has_answer[rows] = drafter, ~rounds.is_opening
         requests.num_rounds_off[rows] = (requests.num_rounds_off[rows] + 1) * (rounds.length == 0)
         answers = self._asked(rows, rounds, can_be_off=bool(first.bound) and kind != PINNED)
@@ -225,6 +227,9 @@ class DraftPricing:
         table, lengths = self.books.table, rounds.length.tolist()
         table.rounds.put(rows, rounds)
         table.requests.is_asked[rows] = True
+        if np.count_nonzero(rounds.sought):
+            asked = np.maximum(lengths, rounds.sought).tolist()
+            return [AskLength(length, None, computed) for length, computed in zip(asked, lengths, strict=True)]
         if not can_be_off or (all(lengths) and not np.count_nonzero(rounds.is_probe)):
             return list(map(AskLength, lengths))
         is_low = table.requests.was_low[rows] & (rounds.kind == PRICED)
@@ -290,7 +295,9 @@ class DraftPricing:
         width = table.rounds.width + 1
         bins, survivals = np.zeros((len(drafts), width), np.int64), np.zeros((len(drafts), width))
         bins[:, :length] = bins_of_rows([confidences_of(draft) for draft in drafts], length)
-        for drafter, own in groups_of(table.rounds.drafter[rows]):
+        is_found = np.array([draft.is_found for draft in drafts])
+        table.rounds.is_found[rows] = is_found = is_found & (table.rounds.sought[rows] > 0)
+        for drafter, own in groups_of(table.rounds.record[rows]):
             survivals[own, :length] = self.survival.survivals(rows[own], drafter, length, bins[own, :length])
         if np.count_nonzero(num_offered - length):
             survivals *= within(num_offered, width)
@@ -301,7 +308,8 @@ class DraftPricing:
         is_probe = table.rounds.is_probe[rows]
         # an optimum over a step's own survivals is for point masses alone (docs/exactness.md, "The trap")
         is_drawn = np.array([draft.draft_probs is not None for draft in drafts])
-        kinds = np.where(is_drawn & (table.rounds.kind[rows] == FOUND), PRICED, table.rounds.kind[rows])
+        kinds = np.where(is_found, FOUND, table.rounds.kind[rows])
+        kinds = np.where(is_drawn & (kinds == FOUND), PRICED, kinds)
         for kind, own in groups_of(kinds):
             kept[own] = self._policy(kind).cut(load, survivals[own], num_drafted[own], is_probe[own])
         for place in (kept < num_tokens + are_trees).nonzero()[0].tolist():
@@ -338,7 +346,8 @@ class DraftPricing:
         rows = table.rows([outcome.item.request.request_id for outcome in step.outcomes])
         # a preempted request may have a draft in flight: its round goes on
         has_round = table.requests.is_asked[rows] & [outcome.item.samples for outcome in step.outcomes]
-        is_asking = bool(step.held) or bool(np.count_nonzero(table.rounds.length[rows] * has_round))
+        asked = table.rounds.length[rows] + table.rounds.sought[rows]
+        is_asking = bool(step.held) or bool(np.count_nonzero(asked * has_round))
         num_alike = self.lessons.num_alike(step, level, is_asking=is_asking)
         if not (num_alike or is_asking):  # the plain steps before it have taught the same
             self._unlearnt = step
@@ -378,7 +387,7 @@ class DraftPricing:
             judged=(has_round & (num_drafted > 0)).nonzero()[0],
             trees={place: self._trees.pop(row) for place, row in enumerate(rows.tolist()) if row in self._trees},
         )
-        for drafter, own in groups_of(rounds.drafter[ended.judged]):
+        for drafter, own in groups_of(rounds.record[ended.judged]):
             own = ended.judged[own]
             counts = ended.num_judged[own], ended.num_accepted[own]
             rounds.after[own] = self.survival.end_rounds(rows[own], drafter, *counts)

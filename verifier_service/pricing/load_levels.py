@@ -8,7 +8,7 @@ powers of two, learns for itself, and what it has learnt is there when the load 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class LoadLevel:
     depth: DraftDepth
     exposure: DraftExposure
     trial: Trial
+    finding: DraftExposure = field(default_factory=DraftExposure)  # of steps in which no draft was to be computed
 
     def ask_lengths(self, survivals: Floats, bounds: Ints) -> Ints:
         """Return how many leading positions of each row to ask for: those that pay, down to the best depth.

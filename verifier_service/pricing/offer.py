@@ -31,6 +31,7 @@ class AskLength(NamedTuple):
 
     length: int
     reason: DisabledReason | None = None  # why it is 0, or why a probe does not pay
+    max_computed: int | None = None  # as in `Commit`
 
 
 @dataclass(slots=True)

@@ -46,7 +46,9 @@ class Rounds(Columns):
         self.bound: Ints = np.zeros(
             count, np.int64
         )  # the longest draft allowed; of a request that is off: if it was on
-        self.length: Ints = np.zeros(count, np.int64)  # tokens asked for
+        self.length: Ints = np.zeros(count, np.int64)  # tokens asked for, …
+        self.sought: Ints = np.zeros(count, np.int64)  # … and how many if they are found and not computed
+        self.is_found: Bools = np.zeros(count, bool)  # the draft that came was
         self.is_probe: Bools = np.zeros(count, bool)
         self.is_opening: Bools = np.zeros(count, bool)  # the drafter's first for the request, which contains a prefill
         self.after: Ints = np.zeros(count, np.int64)  # `LastRound`: the outcome of the round before
@@ -58,6 +60,11 @@ class Rounds(Columns):
     def width(self) -> int:
         """How many positions a draft may have."""
         return self.offered.shape[1] - 1
+
+    @property
+    def record(self) -> Ints:
+        """The number under which each draft is recorded: what a drafter finds is another drafter's, as it were."""
+        return np.where(self.is_found, -self.drafter, self.drafter)
 
     def take(self, rows: Rows) -> Rounds:
         """Return a copy of some rows."""

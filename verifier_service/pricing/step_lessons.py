@@ -122,10 +122,14 @@ class StepLessons:
         step, rounds = ended.step, ended.rounds
         plain_s = level.cost.seconds(StepShape(len(step.outcomes), step.shape.num_context_tokens))
         is_accident = level.is_accident(int(ended.lengths.max(initial=0)), step.exposed_s, plain_s)
-        longest = int(rounds.length.max(initial=0))
+        longest = int((rounds.length * ~rounds.is_found).max(initial=0))  # that may have been computed
         # an opening round contains a prefill: it does not tell what later rounds take
         if longest and not is_accident and not np.count_nonzero(rounds.is_opening * rounds.length):
             level.exposure.observe(longest, step.exposed_s)
+        if not longest and np.count_nonzero(rounds.sought):
+            level.finding.observe(int(rounds.sought.max()), step.exposed_s)
+        else:
+            level.finding.observe_plain()
         return is_accident
 
     def _observe_loss(
@@ -140,8 +144,8 @@ class StepLessons:
             if base.num_tokens == num_priced:
                 level.observe_plain()
             return
-        num_held = len(step.held)
-        plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
+        num_held, num_found = len(step.held), int(ended.num_drafted[here.is_found].sum())  # these cost nothing to try
+        plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held + num_found, base.num_context_tokens))
         verified = StepShape(base.num_tokens + num_drafted, base.num_context_tokens)
         model_s = level.cost.seconds(verified) + level.exposure.seconds(int(ended.lengths.max()))
         usual_s = level.cost.seconds(StepShape(verified.num_tokens, verified.num_context_tokens, is_drafting=True))
@@ -155,8 +159,8 @@ class StepLessons:
             books.probes.spend(max(0.0, elapsed_s - plain_s * made))
 
     def _num_expected(self, ended: EndedStep) -> float:
-        """Return the expected number of accepted tokens of the priced drafts."""
-        offered, num_verified = ended.rounds.offered, ended.num_drafted * ended.is_priced
+        """Return the expected number of accepted tokens of the priced drafts that were not found."""
+        offered, num_verified = ended.rounds.offered, ended.num_drafted * ended.is_priced * ~ended.rounds.is_found
         num_expected = float((offered * within(num_verified, offered.shape[1])).sum())
         for place, offer in ended.trees.items():
             num_expected += float(np.sort(offer.survivals)[::-1][: num_verified[place]].sum())
@@ -188,9 +192,12 @@ class StepLessons:
     def _offers(self, books: Books, ended: EndedStep, priced: slice | Bools) -> tuple[Floats, Floats]:
         """Return the survivals that priced requests had on offer, by the draft and before it: [rows, width + 1].
 
-        Of a request that has asked for no draft, those by its history; of one whose draft did not come, none.
+        Of a request that has asked for no draft, those by its history; of one whose draft did not come, none, nor of
+        one whose draft was found: nothing has to be computed for it.
         """
-        rounds, is_off = ended.rounds, ended.rounds.length == 0
+        rounds = ended.rounds
+        rounds.offered[rounds.is_found] = rounds.by_history[rounds.is_found] = 0.0
+        is_off = (rounds.length == 0) & ~rounds.is_found
         if np.count_nonzero(is_off):
             unknown = (is_off & ended.is_priced & (rounds.by_history[:, 0] == 0.0)).nonzero()[0]
             for place in unknown[~ended.has_round[unknown]].tolist():  # no ask yet
@@ -207,7 +214,7 @@ class StepLessons:
 
     def _observe_drafts(self, books: Books, ended: EndedStep) -> None:
         """Learn from the drafts that were verified."""
-        for drafter, own in groups_of(ended.rounds.drafter[ended.judged]):
+        for drafter, own in groups_of(ended.rounds.record[ended.judged]):
             own = ended.judged[own]
             counts = ended.num_judged[own], ended.num_accepted[own], ended.rounds.after[own]
             bins = ended.rounds.bins[own]

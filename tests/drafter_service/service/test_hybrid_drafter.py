@@ -163,6 +163,30 @@ def test_what_a_longer_draft_could_win_is_bounded_by_what_is_asked_for():
     assert drafter.counts.num_drafts["model"] == before + 2, "as good, and cheaper"
 
 
+def test_where_nothing_may_be_computed_only_look_ups_in_no_time_are_asked():
+    found, slow = KnownDrafter(confidence=0.1, needs=DraftNeeds(is_found=True)), KnownDrafter(confidence=0.9)
+    model = KnownDrafter()
+    drafter = hybrid({"suffix": found, "lookahead": slow}, model=model)
+    assert drafter.needs.finds_some
+    for ask_id in range(1, 2 * EXPLORE_EVERY):
+        assert len(draft_after(drafter, PROMPT, ask_id=ask_id, length=4, max_computed=0).token_ids) == 4
+    assert (slow.num_asked, model.num_asked) == (0, 0), "not even to see whether the model has become better"
+
+
+def test_a_model_computes_no_more_than_it_may_and_what_is_found_is_as_long_as_it_can_be():
+    found = KnownDrafter(confidence=0.5, needs=DraftNeeds(is_found=True))
+    model = KnownDrafter(num_right=8)
+    drafter = hybrid({"suffix": found}, model=model)
+    for ask_id in range(2):  # until the model has won more than one token
+        draft_after(drafter, [*PROMPT, *range(4, 4 + 8 * ask_id)], ask_id=ask_id, length=8)
+    token_ids = [*PROMPT, *range(4, 12), 0]
+    result = draft_after(drafter, token_ids, ask_id=9, length=4, max_computed=2)
+    assert (len(result.token_ids), result.is_found) == (2, False), "0.94 tokens are found"
+    found.confidence = 0.9
+    result = draft_after(drafter, [*token_ids, 1], ask_id=10, length=4, max_computed=1)
+    assert (len(result.token_ids), result.is_found) == (4, True)
+
+
 def test_a_draft_asked_for_again_is_not_judged_before_anything_was_committed():
     drafter = hybrid({"suffix": KnownDrafter(confidence=0.9)}, model=KnownDrafter())
     for ask_id in (1, 2):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fakes.engine_bench import greedy_tokens, make_request, tokens_of
 from fakes.priced_bench import KNEED, Bench, GuessingDrafts
-from outrider.verifier_service.messages.draft import DrafterEvent
+from outrider.verifier_service.messages.draft import Draft, DrafterEvent
 from outrider.verifier_service.messages.request import RequestOutput
 
 MAX_TOKENS = 200
@@ -30,7 +30,7 @@ class SeveralDrafters:
             for event in drafter.poll()
         ]
 
-    def seconds(self, num_tokens: int) -> float:
+    def wait_s(self, draft: Draft) -> float:
         return 0.0
 
 

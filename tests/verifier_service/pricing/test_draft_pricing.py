@@ -20,6 +20,7 @@ from outrider.verifier_service.messages.draft import (
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import AskLength
 from outrider.verifier_service.pricing.probes import PROBE_ROUNDS
 from support import priced
 
@@ -335,7 +336,7 @@ def test_a_draft_that_is_there_already_is_as_long_as_its_chances_pay(each_s: flo
     pricing.use_profile(profile(each_s))
     request = Request.of(make_request("0"), 0.0)
     reason = None if length else DisabledReason.LOAD
-    assert pricing.cut_prediction(request, "prediction", [0.8, 0.64, 0.5, 0.4]) == (length, reason)
+    assert pricing.cut_prediction(request, "prediction", [0.8, 0.64, 0.5, 0.4]) == AskLength(length, reason)
     assert pricing.request_ids == {request.request_id}
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
-from fakes.priced_bench import DEAR, FREE, ONE_CORE, Bench, GuessingDrafts
-from outrider.verifier_service.messages.draft import DrafterEvent, DraftNeeds
+from fakes.engine_bench import greedy_tokens
+from fakes.priced_bench import DEAR, FREE, ONE_CORE, SURE, Bench, GuessingDrafts
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds
 
 
 class FoundDrafts(GuessingDrafts):
@@ -64,3 +68,69 @@ def test_who_takes_time_to_find_them_is_priced_like_any_other(draft_s: float, is
     bench = Bench(FoundDrafts(share_wrong=1.0, draft_s=draft_s), ONE_CORE)
     bench.run(max_tokens=200)
     assert (sum(bench.drafts.asked) < 0.2 * 4 * 200) == is_priced
+
+
+# A drafter that finds some of its drafts, and computes the others.
+
+
+class FoundOrComputedDrafts(GuessingDrafts):
+    """At a share of the positions right tokens are found in `find_s`; what is computed elsewhere is a guess as others."""
+
+    def __init__(self, *, share_found: float, find_s: float = 0.0, **options) -> None:
+        super().__init__(**options)
+        self.events = [DrafterEvent(drafter_id="d", vocab_size=97, needs=DraftNeeds(finds_some=True))]
+        self.share_found, self.find_s = share_found, find_s
+        self.computed: list[int] = []  # how many tokens each ask let be computed
+        self._waits_s: dict[int, float] = {}  # by round
+
+    def _draft(self, ask: Commit) -> Draft:
+        most = ask.max_length if ask.max_computed is None else ask.max_computed
+        self.computed.append(most)
+        computed, prefix = super()._draft(replace(ask, max_length=most)), self._prefixes[ask.request_id]
+        is_found = random.Random(f"{ask.request_id} {len(prefix)} found").random() < self.share_found
+        self._waits_s[ask.round_id] = self.find_s + (0.0 if is_found else self.seconds(most))
+        if not is_found:
+            return computed
+        token_ids = tuple(greedy_tokens(ask.max_length, prefix))
+        return replace(computed, token_ids=token_ids, confidences=(SURE[1],) * len(token_ids), is_found=True)
+
+    def wait_s(self, draft: Draft) -> float:
+        return self._waits_s[draft.round_id]
+
+    def share_computing(self) -> float:
+        """The share of asks that let something be computed."""
+        return sum(map(bool, self.computed)) / len(self.computed)
+
+
+def test_what_is_found_is_verified_where_what_is_computed_does_not_pay():
+    drafts = FoundOrComputedDrafts(share_found=0.5, share_wrong=1.0, draft_s=5e-3)
+    bench = Bench(drafts, ONE_CORE)
+    bench.run(num_requests=4, max_tokens=200)
+    drafts.computed.clear()
+    assert num_verified(bench, num_requests=4, max_tokens=200) > 0.5 * 4 * 200, "4 of 5 tokens, in every second round"
+    assert drafts.share_computing() < 0.1, "the price learns nothing from what is found"
+    assert drafts.asked.count(4) > 0.8 * len(drafts.asked), "shorter are the last ones of a request"
+
+
+def test_where_computing_pays_what_is_found_may_still_be_longer():
+    drafts = FoundOrComputedDrafts(share_found=0.5, share_wrong=0.4, draft_s=3e-3)
+    bench = Bench(drafts, ONE_CORE)
+    bench.run(max_tokens=200)
+    drafts.computed.clear()
+    drafts.asked.clear()
+    bench.run(max_tokens=200)
+    assert drafts.share_computing() > 0.5
+    assert max(drafts.computed) < 4 == max(drafts.asked)
+
+
+def test_a_drafter_that_takes_time_to_find_is_not_asked_for_that_alone():
+    drafts = FoundOrComputedDrafts(share_found=0.0, share_wrong=1.0, draft_s=5e-3, find_s=3e-3)
+    bench = Bench(drafts, ONE_CORE)
+    bench.run(max_tokens=400)
+    assert len(drafts.asked) < 0.2 * 400
+
+
+def test_an_operator_who_pins_drafts_has_all_of_them_computed():
+    drafts = FoundOrComputedDrafts(share_found=0.0)
+    Bench(drafts, ONE_CORE).run(max_tokens=20, is_pinned=True)
+    assert drafts.computed == drafts.asked
