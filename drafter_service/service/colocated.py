@@ -44,7 +44,8 @@ def open_local_drafter(
     """
     view, weights = TargetView(target), OwnWeights(spec.speculative, change_model)
     engine = build_draft_engine(spec, runner=draft_model, view=view, weights=weights)
-    return LocalDraftClient(engine, DrafterControl(engine, weights)), view.attach
+    begins_early = target.device.type != "cpu"
+    return LocalDraftClient(engine, DrafterControl(engine, weights), begins_early=begins_early), view.attach
 
 
 def run_colocated_rank(spec: ColocatedSpec, rank: RankSpec) -> None:

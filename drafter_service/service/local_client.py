@@ -21,11 +21,17 @@ class LocalDraftClient:
     If a drafter of ours raises, the process ends. If a plug-in raises, it stays down, and decoding goes on.
     """
 
-    def __init__(self, engine: DraftEngine, control: DrafterControl | None = None) -> None:
-        """Without `control`, the drafter's weights cannot change."""
+    def __init__(
+        self, engine: DraftEngine, control: DrafterControl | None = None, *, begins_early: bool = True
+    ) -> None:
+        """Without `control`, the drafter's weights cannot change.
+
+        `begins_early`: `send` has the device begin. Where the host computes, the wait would be part of the verifier's
+        own time, and the price of drafts would miss it.
+        """
         self._engine, self._control = engine, control or DrafterControl(engine)
         self._inbox: list[VerifierMessage] = []
-        self._is_up, self._has_launched = True, False
+        self._is_up, self._has_launched, self._begins_early = True, False, begins_early
         self._events = [
             DrafterEvent(
                 drafter_id=LOCAL_DRAFTER_ID,
@@ -47,7 +53,8 @@ class LocalDraftClient:
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         if drafter_id == LOCAL_DRAFTER_ID and self._is_up:
             self._inbox.extend(messages)
-            self._try(self._launch)
+            if self._begins_early:
+                self._try(self._launch)
 
     def poll(self) -> list[DrafterEvent]:
         self._try(self._draft)

@@ -348,7 +348,7 @@ class DraftCoordinator:
         length = min(len(guess), bound)
         if length > 0 and self._pricing is not None and not request.plan.is_pinned:
             survivals = self._predictions.survivals(request, length)
-            length, reason = self._pricing.cut_prediction(request, PREDICTION, survivals)
+            length, reason, _ = self._pricing.cut_prediction(request, PREDICTION, survivals)
         request.metrics.disabled_reason = reason
         if length > 0:
             position = request.num_tokens

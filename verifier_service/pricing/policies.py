@@ -98,11 +98,11 @@ def is_free(load: Load, waited: DraftExposure, length: int) -> bool:
 
 def does_sure_pay(load: Load) -> bool:
     """Return whether a token would pay that is sure to be accepted."""
-    return load.level.cost.best_length(load.base, (1.0,)) > 0
+    return bool(load.level.cost.best_length(load.base, (1.0,)) > 0)
 
 
 def sought(load: Load, limits: Ints) -> Ints:
-    """Return how long a draft may be that is found in no time, by a drafter that computes others: whatever these cost."""
+    """Return how long a draft may be that is found in no time, by a drafter that computes others."""
     return limits * (is_free(load, load.level.finding, int(limits.max())) and does_sure_pay(load))
 
 

@@ -304,6 +304,17 @@ def test_any_conversation_leaves_the_engine_consistent(conversation: list):
     assert not engine.has_work(), "every ask was answered"
 
 
+@pytest.mark.parametrize("begins_early", [True, False])
+def test_a_draft_begins_before_it_is_waited_for_only_where_a_device_computes_it(begins_early: bool, monkeypatch):
+    engine, launched = make_engine(slow(1)), []
+    monkeypatch.setattr(type(engine), "launches", True)
+    monkeypatch.setattr(engine, "launch", lambda: launched.append(engine.has_work()) or False)
+    client = LocalDraftClient(engine, begins_early=begins_early)
+    client.send(LOCAL_DRAFTER_ID, [open_("a"), commit(1, 3, request_id="a")])
+    assert launched == [True] * begins_early
+    assert [event.message.round_id for event in client.poll() if event.message] == [1]
+
+
 def test_local_client_answers_every_ask_within_poll():
     client = LocalDraftClient(make_engine(slow(3)))
     (up,) = client.poll()

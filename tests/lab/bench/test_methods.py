@@ -15,7 +15,16 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Location, Method
 from outrider.lab.bench.arms import BenchError
-from outrider.lab.bench.method_arms import DRAFTING, WAITING, MethodArm, Mode, Steps, known_checkpoints, method_configs
+from outrider.lab.bench.method_arms import (
+    DRAFTING,
+    NUM_SETTLING,
+    WAITING,
+    MethodArm,
+    Mode,
+    Steps,
+    known_checkpoints,
+    method_configs,
+)
 from outrider.lab.bench.method_arms import opened as open_arm
 from outrider.lab.bench.method_figures import MeasuredMachine, Row
 from outrider.lab.cli.bench import bench
@@ -130,7 +139,9 @@ def test_what_is_recorded_is_a_draft_at_every_position_beside_plain_decoding(arm
     assert [len(places) for places in recorded] == [9, 9], "the first token comes with the prompt"
     assert {drafted for places in recorded for drafted, _ in places} == {3}
     assert 0 < sum(right for places in recorded for _, right in places) < 3 * 18
+    num_before = arm.engine.stats.num_steps
     found, tokens = arm.decode(PROMPTS, 4, "all modes")
+    assert arm.engine.stats.num_steps - num_before > NUM_SETTLING + 3 * 4, "the price has settled before one counts"
     for index in range(2):
         own = plain[f"recorded-{index}"]
         assert tokens[f"all modes-{index}"][: len(own)] == own

@@ -578,6 +578,45 @@ def test_another_drafter_gets_all_states():
     assert [span(message) for to, message in bench.ask() if isinstance(message, States)] == [(0, 3)]
 
 
+class FoundPricing:
+    """A pricing that asks for all that may be found, and lets so much of it be computed."""
+
+    price = 0.0
+
+    def __init__(self) -> None:
+        self.max_computed = 0
+
+    def ask_all(self, asks: Sequence[Ask]) -> list[AskLength]:
+        return [AskLength(ask.bound, None, self.max_computed) for ask in asks]
+
+
+def test_states_wait_for_an_ask_that_reads_them():
+    bench = Bench(SpanStates())
+    bench.receive(up(needs=DraftNeeds(taps=(0,), finds_some=True)))
+    bench.coordinator._pricing = pricing = FoundPricing()
+    request = bench.request()
+    request.num_computed_tokens = 2
+    (_, opening), (_, commit) = bench.ask()
+    assert isinstance(opening, Open)
+    assert (commit.max_length, commit.max_computed) == (3, 0), "what is looked up reads none"
+    request.token_ids.append(9)
+    request.num_computed_tokens, pricing.max_computed = 3, 2
+    (_, states), (_, commit) = bench.ask()
+    assert (span(states), commit.max_computed) == ((0, 3), 2)
+
+
+def test_what_may_be_computed_is_told_to_each_of_many():
+    bench = Bench()
+    bench.receive(up(needs=DraftNeeds(finds_some=True)))
+    bench.coordinator._pricing = FoundPricing()
+    for name in "abcdef":
+        bench.request(name)
+    for _ in range(2):  # the first opens their sessions
+        commits = [message for _, message in bench.ask() if not isinstance(message, Open)]
+        assert [commit.max_computed for commit in commits] == [0] * 6
+        bench.receive(*(said(answer(commit)) for commit in commits))
+
+
 def test_an_ask_carries_predictions_and_forced_tokens_and_a_session_its_salt(bench: Bench):
     request = bench.request()
     request.cache_salt, request.predicted_ids, request.forced_ids = "mine", (4, 5), (6,)

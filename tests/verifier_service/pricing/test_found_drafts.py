@@ -74,7 +74,7 @@ def test_who_takes_time_to_find_them_is_priced_like_any_other(draft_s: float, is
 
 
 class FoundOrComputedDrafts(GuessingDrafts):
-    """At a share of the positions right tokens are found in `find_s`; what is computed elsewhere is a guess as others."""
+    """At a share of the positions right tokens are found in `find_s`; what is computed is a guess as others."""
 
     def __init__(self, *, share_found: float, find_s: float = 0.0, **options) -> None:
         super().__init__(**options)
