@@ -307,7 +307,6 @@ def test_any_conversation_leaves_the_engine_consistent(conversation: list):
 @pytest.mark.parametrize("begins_early", [True, False])
 def test_a_draft_begins_before_it_is_waited_for_only_where_a_device_computes_it(begins_early: bool, monkeypatch):
     engine, launched = make_engine(slow(1)), []
-    monkeypatch.setattr(type(engine), "launches", True)
     monkeypatch.setattr(engine, "launch", lambda: launched.append(engine.has_work()) or False)
     client = LocalDraftClient(engine, begins_early=begins_early)
     client.send(LOCAL_DRAFTER_ID, [open_("a"), commit(1, 3, request_id="a")])
