@@ -29,7 +29,7 @@ from outrider.verifier_service.sampling.coupled_sampler import (
     noise_keys,
     noise_of_keys,
 )
-from outrider.verifier_service.sampling.sampler import LawShapes, top_candidates
+from outrider.verifier_service.sampling.sampler import LawShapes, first_largest, top_candidates
 from outrider.verifier_service.sampling.sparse_rows import quantised_rows, sparse_row
 
 MAX_LOGIT = 1e30  # finite after any temperature, too
@@ -205,8 +205,8 @@ def _coupled(
 def _top(values: torch.Tensor, num_wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of each row's largest values and those, [num_rows, <= num_wanted] each; equal ones by id."""
     if num_wanted == 1:  # needs no order
-        best = values.max(dim=1, keepdim=True)
-        return best.indices, best.values
+        best = first_largest(values)[:, None]
+        return best, values.gather(1, best)
     found, ids = top_candidates(values, min(num_wanted, values.shape[1]))
     return ids, found
 

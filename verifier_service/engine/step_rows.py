@@ -14,6 +14,7 @@ from outrider.verifier_service.messages.request import LogprobsMode, Request, To
 from outrider.verifier_service.pricing.cost_model import CostModel
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
+from outrider.verifier_service.sampling.sampler import first_largest
 from outrider.verifier_service.sampling.sparse_rows import likeliest_rows
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
@@ -81,7 +82,7 @@ def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: C
     if not wanted:
         return
     rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
-    predicted = iter(logits[upload_rows(rows, logits.device)].argmax(dim=1).tolist())
+    predicted = iter(first_largest(logits[upload_rows(rows, logits.device)]).tolist())
     for outcome in wanted:
         outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
 

@@ -20,6 +20,8 @@ from decimal import Decimal, localcontext
 
 import torch
 
+from outrider.verifier_service.sampling.sampler import first_largest
+
 NOISE_FRACTION_BITS = 36  # the noise is fixed point: noise / 2**36 is -log2(E), right to 2**-28
 LN2_SHIFT = 0.36651292058166435  # -ln(ln 2): a standard Gumbel value is ln 2 * noise / 2**36 + LN2_SHIFT
 
@@ -83,7 +85,7 @@ def coupled_choice(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         log_probs = probs[rows].double().log2_().mul_(1 << NOISE_FRACTION_BITS)
         # probability 0 has log -inf, whose conversion to an integer differs between devices
         scores = log_probs.clamp_(min=float(_NEVER)).round_().to(torch.int64).add_(noise[rows])
-        torch.argmax(scores, dim=1, out=choices[rows])
+        choices[rows] = first_largest(scores)
     return choices
 
 

@@ -67,7 +67,8 @@ class SampledRows:
         if self.typical is not None:
             self.typical.judge(probs, self.drafts, is_right)
         ends = self.drafts.ends(is_right)
-        weights = probs.index_select(0, ends).double()
+        # without drafts each row is an end
+        weights = (probs if len(ends) == len(probs) else probs.index_select(0, ends)).double()
         if families is not None:
             owners = families.of_rows[ends]
             token_ids = families.token_ids[owners].clamp(max=families.vocab_size - 1)  # nothing is taken outside

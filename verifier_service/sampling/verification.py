@@ -31,6 +31,7 @@ from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
 from outrider.verifier_service.messages.request import VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
 from outrider.verifier_service.sampling.entries import VerificationEntry, row_counts, rows_of_members
+from outrider.verifier_service.sampling.sampler import first_largest
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 
 
@@ -112,7 +113,7 @@ def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) ->
 
     A short cut: the plan commits the same tokens, but one request's step of a small model takes 1 to 2 % longer by it.
     """
-    choices = logits.argmax(dim=1)
+    choices = first_largest(logits)
     tokens = choices.tolist()
     committed, places, start = [], [], 0
     for entry in entries:

@@ -19,7 +19,7 @@ from outrider.verifier_service.sampling.draft_rows import DraftRows
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, row_counts, rows_of_members
 from outrider.verifier_service.sampling.logits_processors import SentEdits
 from outrider.verifier_service.sampling.sampled_rows import SampledRows
-from outrider.verifier_service.sampling.sampler import LawShapes
+from outrider.verifier_service.sampling.sampler import LawShapes, first_largest
 from outrider.verifier_service.sampling.typical_acceptance import TypicalRows
 
 Entries = Sequence[VerificationEntry]
@@ -127,7 +127,7 @@ def _greedy(entries: Entries, device: torch.device) -> Judge:
     drafts = DraftRows.of([entry.draft for entry in entries], device)
 
     def judge(logits: torch.Tensor) -> Judged:
-        choices = logits.argmax(dim=1)
+        choices = first_largest(logits)
         ends = drafts.ends(drafts.are_chosen(choices))
         return Judged(ends, choices[ends])
 

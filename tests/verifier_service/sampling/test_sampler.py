@@ -8,7 +8,8 @@ import torch
 
 from fakes.processed import warpers
 from outrider.verifier_service.messages.request import SamplingParams
-from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, top_candidates
+from outrider.verifier_service.sampling import sampler
+from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, first_largest, top_candidates
 from tiny.verified import target_probs
 
 
@@ -105,3 +106,26 @@ def test_greedy_rows_and_wrong_types_are_refused() -> None:
         target_probs(torch.zeros(1, 4), [SamplingParams(temperature=0.0)])
     with pytest.raises(AssertionError):
         target_probs(torch.zeros(1, 4).double(), [SamplingParams()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
+def test_of_equally_large_numbers_the_first_is_found(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]]).to(dtype)
+    assert first_largest(values).tolist() == [1, 0, 0]
+    assert first_largest(values[:, ::2]).tolist() == [0, 0, 0], "not in one piece"
+    assert first_largest(values[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("num_wanted", [1, 3, 40, 64, 70])
+def test_a_cpu_finds_the_likeliest_as_a_device_does(num_wanted: int) -> None:
+    rng = torch.Generator().manual_seed(num_wanted)
+    values = torch.randn(6, 64, generator=rng)
+    values[1] = values[1].round()  # many are equal
+    values[2, :40] = float("-inf")
+    values[3] = 0.0
+    values[4, ::3] *= -0.0
+    values[5, [3, 9]] = float("nan")
+    found = sampler._top_ids_on_cpu(values, num_wanted)
+    wanted = sampler._top_ids_on_device(values, num_wanted)
+    assert found.tolist()[:5] == wanted.tolist()[:5]
+    assert len(set(found[5].tolist())) == min(num_wanted, 64), "of what is no number as many are there"
