@@ -32,7 +32,7 @@ _MANTISSA_BITS = 52
 _SEGMENT_BITS = 6
 _OFFSET_BITS = 28
 _BRANCH_SIZE = 1 << 12  # table rows per sign: 6 exponent bits and 6 mantissa bits
-CPU_CHUNK_ELEMENTS = 1 << 15  # temporaries stay in the cache and are not returned to the system in between
+CPU_CHUNK_ELEMENTS = 1 << 17  # temporaries stay in the cache; of more than 2^15 numbers torch gives each core a part
 DEVICE_CHUNK_ELEMENTS = 1 << 22  # a launch is worth its while, and all temporaries together take 0.3 GB
 _NEVER = -(1 << 62)
 
