@@ -57,6 +57,7 @@ class VerifierEngine:
         verify    accept draft tokens, sample one token more    `verify`
         commit    append tokens, free the KV of rejected ones   `scheduler.commit`
         ask       send new tokens to drafters, ask for drafts   `drafting.ask`
+        output    make the outputs, while drafters draft        `outputs.build`
 
     `_launch` begins a step, up to its verification; `_finish` reads the tokens and does the rest. `PipelinedEngine`
     launches the next step in between. `EngineLoop` publishes the outputs.
