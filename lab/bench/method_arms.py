@@ -52,8 +52,10 @@ HYBRID_MODELS = (Method.EAGLE3, Method.EAGLE, Method.MEDUSA, Method.DRAFT_MODEL)
 CACHE_BYTES = 768 << 20  # for KV, of each side
 NUM_BLOCKS = 2  # in which every mode decodes, of a wave of requests
 NUM_SKIPPED = 2  # steps after each change of mode, which still have the drafts of the one before
-NUM_SETTLING = 32  # priced steps before any count: a price that drafts do not reach has lost its first trial by then
-MANY, MANY_SHARE = 64, 2  # from so many requests on a part of the steps: each makes as many tokens
+# priced steps before any count: drafts that do not pay have lost their first trial, and the second, 64 steps later, is
+# among them, or after all that count
+NUM_SETTLING, NUM_SETTLINGS = 24, 4
+MANY, MANY_SHARE = 64, 2  # from so many requests on a part of the steps, since each makes many tokens; settled once
 WAITING, DRAFTING, MESSAGES = "waiting", "drafting", "messages"  # parts of a step beside the engine's own
 
 
@@ -233,13 +235,7 @@ class MethodArm:
     step_times: tuple[StepTime, ...]
 
     def decode(self, wave: Sequence[tuple[int, ...]], num_steps: int, name: str) -> tuple[dict[Mode, Steps], Tokens]:
-        """Decode the prompts together in all modes, in turn; return the steps of each, and all tokens.
-
-        Before any step counts, the price of so many requests settles, on others for the same prompts.
-        """
-        self._begin(wave, f"{name} before")
-        self._run(Mode.PRICED, NUM_SETTLING, defaultdict(list))
-        self._cancel()
+        """Decode the prompts together in all modes, in turn; return the steps of each, and all tokens."""
         found = {mode: Steps() for mode in Mode}
         tokens = self._begin(wave, name)
         num_counted = num_steps // NUM_BLOCKS // (1 if len(wave) < MANY else MANY_SHARE)
@@ -266,6 +262,13 @@ class MethodArm:
             outputs = self._step(tokens)
             found.add(self.clock.steps[-1], outputs)
         return found
+
+    def settle(self, wave: Sequence[tuple[int, ...]]) -> None:
+        """Let the price of so many requests settle, on the first tokens of the prompts' answers, each time as new."""
+        for number in range(NUM_SETTLINGS if len(wave) < MANY else 1):
+            self._begin(wave, f"{len(wave)} settle {number}")
+            self._run(Mode.PRICED, NUM_SETTLING, defaultdict(list))
+            self._cancel()
 
     def record(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> tuple[list[list[tuple[int, int]]], Tokens]:
         """Return of every prompt and position what was drafted and what of it was right, and the tokens."""

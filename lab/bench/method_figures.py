@@ -158,6 +158,7 @@ def _row(
     """Decode so many requests at a time until every prompt has been one, or a few times; note tokens in `pairs`."""
     steps = {mode: Steps() for mode in Mode}
     order = itertools.cycle(range(len(prompts)))
+    arm.settle(list(itertools.islice(itertools.cycle(prompts), num_requests)))
     for wave in range(min(MAX_WAVES, -(-len(prompts) // num_requests))):
         own = list(itertools.islice(order, num_requests))
         found, tokens = arm.decode([prompts[index] for index in own], num_steps, f"{num_requests}.{wave}")

@@ -178,7 +178,7 @@ class DraftPricing:
             return PINNED
         if first.bound and self.masked is not None and first.drafter_id == LOCAL_DRAFTER_ID:
             return MASKED
-        if first.bound and first.needs.is_found and is_free(load, load.level.exposure, max(ask.bound for ask in asks)):
+        if first.bound and first.needs.is_found and is_free(load, max(ask.bound for ask in asks)):
             return FOUND
         return PRICED
 

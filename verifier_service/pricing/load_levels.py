@@ -30,7 +30,7 @@ class LoadLevel:
     depth: DraftDepth
     exposure: DraftExposure
     trial: Trial
-    finding: DraftExposure = field(default_factory=DraftExposure)  # of steps in which no draft was to be computed
+    finding: Trial = field(default_factory=Trial)  # of look-ups, in steps in which no draft is to be computed
 
     def ask_lengths(self, survivals: Floats, bounds: Ints) -> Ints:
         """Return how many leading positions of each row to ask for: those that pay, down to the best depth.

@@ -14,14 +14,13 @@ import numpy as np
 
 from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.cost_model import StepShape
-from outrider.verifier_service.pricing.exposure import DraftExposure
 from outrider.verifier_service.pricing.load_levels import LoadLevel
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS, ProbeBudget
 from outrider.verifier_service.pricing.request_table import Bools, Floats, Ints, RequestTable, Rounds, Rows, within
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 
 LOW_SURVIVAL = 0.25  # of the first position: below, the reason is low acceptance and not load
-FREE_SHARE = 0.05  # of a plain step: a look-up that holds a step up for longer is priced as any other drafter
+FREE_SHARE = 0.03  # of a plain step: a look-up that holds a step up for longer is priced as any other drafter
 
 
 @dataclass(slots=True)
@@ -91,9 +90,9 @@ class Found:
         return load.level.cost.best_length(load.base, survivals)
 
 
-def is_free(load: Load, waited: DraftExposure, length: int) -> bool:
+def is_free(load: Load, length: int) -> bool:
     """Return whether drafts of this length are there in next to no time."""
-    return waited.seconds(length) <= FREE_SHARE * load.level.cost.seconds(load.base)
+    return load.level.exposure.seconds(length) <= FREE_SHARE * load.level.cost.seconds(load.base)
 
 
 def does_sure_pay(load: Load) -> bool:
@@ -102,8 +101,12 @@ def does_sure_pay(load: Load) -> bool:
 
 
 def sought(load: Load, limits: Ints) -> Ints:
-    """Return how long a draft may be that is found in no time, by a drafter that computes others."""
-    return limits * (is_free(load, load.level.finding, int(limits.max())) and does_sure_pay(load))
+    """Return how long drafts may be that are found, by a drafter that computes others: whatever these would cost.
+
+    Look-ups go on as long as they do not lose more than a trial may.
+    """
+    is_open = load.level.finding.settle(0.0, 0.0, can_pay=True) < NEVER
+    return limits * (is_open and does_sure_pay(load))
 
 
 class Priced:

@@ -82,6 +82,7 @@ class StepLessons:
         base = StepShape(shape.num_tokens - num_drafted, shape.num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: priced as if the prompts had been read already
             base = StepShape(max(1, num_priced), shape.num_context_tokens)
+        self._observe_found(level, ended, base, is_accident=is_accident)
         if num_priced:
             self._observe_loss(books, level, ended, base, num_drafted, is_accident=is_accident)
         if ended.num_alike:
@@ -126,11 +127,19 @@ class StepLessons:
         # an opening round contains a prefill: it does not tell what later rounds take
         if longest and not is_accident and not np.count_nonzero(rounds.is_opening * rounds.length):
             level.exposure.observe(longest, step.exposed_s)
-        if not longest and np.count_nonzero(rounds.sought):
-            level.finding.observe(int(rounds.sought.max()), step.exposed_s)
-        else:
-            level.finding.observe_plain()
         return is_accident
+
+    def _observe_found(self, level: LoadLevel, ended: EndedStep, base: StepShape, *, is_accident: bool) -> None:
+        """Book what look-ups lost or gained beside plain decoding, where nothing was to be computed."""
+        rounds, num_requests = ended.rounds, len(ended.rows)
+        if not np.count_nonzero(rounds.sought) or np.count_nonzero(ended.lengths):
+            level.finding.observe_plain()
+            return
+        num_found, num_accepted = (int(each[rounds.is_found].sum()) for each in (ended.num_drafted, ended.num_accepted))
+        plain_s = level.cost.seconds(base)
+        verified_s = level.cost.seconds(StepShape(base.num_tokens + num_found, base.num_context_tokens))
+        lost = (ended.step.exposed_s + verified_s) / plain_s - 1.0 - num_accepted / num_requests
+        level.finding.observe(num_requests, lost, is_accident=is_accident)
 
     def _observe_loss(
         self, books: Books, level: LoadLevel, ended: EndedStep, base: StepShape, num_drafted: int, *, is_accident: bool

@@ -18,6 +18,7 @@ from outrider.lab.bench.arms import BenchError
 from outrider.lab.bench.method_arms import (
     DRAFTING,
     NUM_SETTLING,
+    NUM_SETTLINGS,
     WAITING,
     MethodArm,
     Mode,
@@ -139,15 +140,23 @@ def test_what_is_recorded_is_a_draft_at_every_position_beside_plain_decoding(arm
     assert [len(places) for places in recorded] == [9, 9], "the first token comes with the prompt"
     assert {drafted for places in recorded for drafted, _ in places} == {3}
     assert 0 < sum(right for places in recorded for _, right in places) < 3 * 18
-    num_before = arm.engine.stats.num_steps
     found, tokens = arm.decode(PROMPTS, 4, "all modes")
-    assert arm.engine.stats.num_steps - num_before > NUM_SETTLING + 3 * 4, "the price has settled before one counts"
     for index in range(2):
         own = plain[f"recorded-{index}"]
         assert tokens[f"all modes-{index}"][: len(own)] == own
     assert found[Mode.OFF].num_drafts == 0
     assert found[Mode.ALWAYS].num_drafts == found[Mode.ALWAYS].num_rounds == 2 * 4
     assert found[Mode.ALWAYS].seconds[DRAFTING] > 0.0 == found[Mode.ALWAYS].seconds[WAITING]
+    assert not arm.engine.requests
+
+
+def test_a_price_settles_in_steps_that_do_not_count(arm: MethodArm) -> None:
+    level = arm.engine.pricing._levels.at(2 * len(PROMPTS))
+    assert level.price.is_new
+    num_before = arm.engine.stats.num_steps
+    arm.settle(2 * PROMPTS)
+    assert not level.price.is_new
+    assert arm.engine.stats.num_steps - num_before >= NUM_SETTLINGS * NUM_SETTLING
     assert not arm.engine.requests
 
 
