@@ -239,7 +239,7 @@ class MethodArm:
         found = {mode: Steps() for mode in Mode}
         tokens = self._begin(wave, name)
         num_counted = num_steps // NUM_BLOCKS // (1 if len(wave) < MANY else MANY_SHARE)
-        for block in range(NUM_BLOCKS):  # in turn forwards and backwards: contexts grow, and no mode has the longer ones
+        for block in range(NUM_BLOCKS):  # forwards, then backwards: no mode has the longer contexts
             for mode in [*Mode][:: -1 if block % 2 else 1]:
                 self._run(mode, NUM_SKIPPED, tokens)
                 found[mode] = found[mode].plus(self._run(mode, num_counted, tokens))
