@@ -44,8 +44,9 @@ class VllmService:
     live: LiveService
 
     def engines(self) -> list[psutil.Process]:
-        """Return vLLM's engine processes."""
-        return [one for one in self.processes() if "EngineCore" in _title(one)]
+        """Return vLLM's engine processes, by who has started them: that they get a title is not sure."""
+        started = (child for one in self.processes() if "Rank.run" in _title(one) for child in _children(one))
+        return [one for one in started if (title := _title(one)) and "resource_tracker" not in title]
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes that the command has started and that still are."""
@@ -58,10 +59,18 @@ class VllmService:
 
 
 def _title(process: psutil.Process) -> str:
+    """Return a process's title or command line; "": it is gone."""
     try:
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @pytest.fixture(scope="module")
