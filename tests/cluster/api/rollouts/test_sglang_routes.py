@@ -120,8 +120,9 @@ def any_meta() -> Any:
 
 async def test_a_streams_events_grow(fleet: TrainedFleet):
     # salts apart: found KV would give a step another shape, and its numbers another rounding
-    whole = await generate(fleet, return_logprob=True, extra_key="whole")
-    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True, "extra_key": "streamed"}
+    many = {**GREEDY, "max_new_tokens": 48}  # more than come at once
+    whole = await generate(fleet, many, return_logprob=True, extra_key="whole")
+    body = {"input_ids": PROMPT, "sampling_params": many, "return_logprob": True, "extra_key": "streamed"}
     body["stream"] = True
     async with fleet.http.stream("POST", "/generate", json=body) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
