@@ -96,7 +96,7 @@ class DraftEngine:
         self._asked: dict[int, Session] = {}  # by the ask of their unanswered round, oldest round first
         self._outbox: list[Addressed] = []
         self._columns: dict[str, list[Draft]] = {}  # by peer: answers to what it asked for in columns
-        self._launched: tuple[list[Session], ChainsLaunched] | None = None  # what `step` will read
+        self.launched: tuple[list[Session], ChainsLaunched] | None = None  # what `step` reads
         self._num_asks = 0
         self._draft_s = RunningMean()  # from a round to its answer
 
@@ -106,7 +106,7 @@ class DraftEngine:
 
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
-        assert self._launched is None, "the drafter is drafting"
+        assert self.launched is None, "the drafter is drafting"
         if isinstance(message, Commits):
             self._commit_all(peer, message)
             return
@@ -166,7 +166,7 @@ class DraftEngine:
                 drafts = self._drafter.draft(self._asks(), max_num_tokens=self._config.max_num_batched_tokens)
             for draft in drafts:
                 self._answer(draft)
-        launched, self._launched = self._launched, None
+        launched, self.launched = self.launched, None
         if launched is not None:
             sessions, read = launched
             for rows, chains in read():
@@ -178,12 +178,12 @@ class DraftEngine:
 
         Until `step` has ended it, nothing may be handled.
         """
-        if self._launched is None and self._asked and self._chains is not None:
+        if self.launched is None and self._asked and self._chains is not None:
             asks = self._asks()
             read = self._chains.draft_chains(asks, max_num_tokens=self._config.max_num_batched_tokens)
             if read is not None:
-                self._launched = [self._asked[ask.ask_id] for ask in asks], read
-        return self._launched is not None
+                self.launched = [self._asked[ask.ask_id] for ask in asks], read
+        return self.launched is not None
 
     def flush(self) -> list[Addressed]:
         """Return the messages that need no step: resyncs, and answers that were prepared."""
@@ -206,7 +206,7 @@ class DraftEngine:
         waiting = {session.round.ask.ask_id for session in self._sessions if session.round is not None}
         assert waiting == self._asked.keys(), "asks and unanswered rounds differ"
         keys = {session.key for session in self._sessions}
-        if self._launched is None:
+        if self.launched is None:
             self._drafter.check_integrity(keys)
         if self.observer is not None:
             self.observer.check_integrity(keys)
@@ -277,9 +277,9 @@ class DraftEngine:
         rows = zip(frame.request_ids, *(column.tolist() for column in numbers), strict=True)
         for request_id, round_id, position, count, max_length in rows:
             begin, end = end, end + count
-            session = self._sessions.find(peer, request_id)
+            session = self._sessions.get(key := SessionKey(peer, request_id))
             if session is None or position != len(session.token_ids):
-                self.resync(SessionKey(peer, request_id))
+                self.resync(key)
                 continue
             self._append(session, token_ids[begin:end], now_s)
             self._begin_round(session, round_id, max_length, now_s, in_columns=True, told=None)

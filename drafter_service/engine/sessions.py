@@ -107,10 +107,6 @@ class SessionTable:
     def get(self, key: SessionKey) -> Session | None:
         return self._sessions.get(key)
 
-    def find(self, peer: str, request_id: str) -> Session | None:
-        """Return what `get` does, without a key."""
-        return self._sessions.get((peer, request_id))  # type: ignore[call-overload]  # equal to the key, and its hash
-
     def put(self, session: Session) -> None:
         """Add a session, or replace the one of the same key."""
         self._sessions[session.key] = session

@@ -31,7 +31,7 @@ class LocalDraftClient:
         """
         self._engine, self._control = engine, control or DrafterControl(engine)
         self._inbox: list[VerifierMessage] = []
-        self._is_up, self._has_launched, self._begins_early = True, False, begins_early
+        self._is_up, self._begins_early = True, begins_early
         self._events = [
             DrafterEvent(
                 drafter_id=LOCAL_DRAFTER_ID,
@@ -43,7 +43,7 @@ class LocalDraftClient:
 
     def change_weights(self, message: UpdateDraftWeights) -> ControlResult:
         """Give the drafter new weights of its own, between two steps."""
-        if self._has_launched:
+        if self._engine.launched is not None:
             self._step()
         result = self._control.handle(message)
         if result.error is None:
@@ -72,12 +72,12 @@ class LocalDraftClient:
 
     def _launch(self) -> None:
         """Begin to draft, where the device does so by itself while the verifier goes on; later messages wait."""
-        if not self._has_launched:
+        if self._engine.launched is None:
             self._handle()
-            self._has_launched = self._engine.launch()
+            self._engine.launch()
 
     def _draft(self) -> None:
-        if self._has_launched:
+        if self._engine.launched is not None:
             self._step()
         self._handle()
         while self._engine.has_work():
@@ -89,6 +89,5 @@ class LocalDraftClient:
             self._engine.handle(_PEER, message)
 
     def _step(self) -> None:
-        self._has_launched = False
         found = self._engine.step()
         self._events.extend(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, message=message) for _, message in found)

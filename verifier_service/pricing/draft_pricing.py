@@ -295,8 +295,8 @@ class DraftPricing:
         width = table.rounds.width + 1
         bins, survivals = np.zeros((len(drafts), width), np.int64), np.zeros((len(drafts), width))
         bins[:, :length] = bins_of_rows([confidences_of(draft) for draft in drafts], length)
-        is_found = np.array([draft.is_found for draft in drafts])
-        table.rounds.is_found[rows] = is_found = is_found & (table.rounds.sought[rows] > 0)
+        is_found = np.array([draft.is_found for draft in drafts]) & (table.rounds.sought[rows] > 0)
+        table.rounds.is_found[rows] = is_found
         for drafter, own in groups_of(table.rounds.record[rows]):
             survivals[own, :length] = self.survival.survivals(rows[own], drafter, length, bins[own, :length])
         if np.count_nonzero(num_offered - length):
@@ -309,7 +309,7 @@ class DraftPricing:
         # an optimum over a step's own survivals is for point masses alone (docs/exactness.md, "The trap")
         is_drawn = np.array([draft.draft_probs is not None for draft in drafts])
         kinds = np.where(is_found, FOUND, table.rounds.kind[rows])
-        kinds = np.where(is_drawn & (kinds == FOUND), PRICED, kinds)
+        kinds[is_drawn & (kinds == FOUND)] = PRICED
         for kind, own in groups_of(kinds):
             kept[own] = self._policy(kind).cut(load, survivals[own], num_drafted[own], is_probe[own])
         for place in (kept < num_tokens + are_trees).nonzero()[0].tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from outrider.verifier_service.gpu.transfers import upload, upload_rows
 
 NUCLEUS_CANDIDATES = 1024  # how many tokens top_p alone ranks first; a nucleus that outgrows them needs a whole sort
 _ID_BITS = 32
+Bits = TypeVar("Bits", np.ndarray, torch.Tensor)  # int32
 
 
 class SamplingShape(Protocol):
@@ -268,6 +269,11 @@ def _first_largest_on_device(values: torch.Tensor) -> torch.Tensor:
     return (values.to(torch.uint8) if values.dtype is torch.bool else values).argmax(dim=1)
 
 
+def _in_order(bits: Bits) -> Bits:
+    """Return the bits of floats as integers that are in the floats' order."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 def _top_ids_on_cpu(values: torch.Tensor, num_wanted: int) -> torch.Tensor:
     rows, last_id = np.from_dlpack(values), values.shape[1] - 1
     least = None if num_wanted > last_id else np.partition(rows, -num_wanted, axis=1)[:, -num_wanted]
@@ -276,7 +282,7 @@ def _top_ids_on_cpu(values: torch.Tensor, num_wanted: int) -> torch.Tensor:
         # of those as large as the last one there may be more than are wanted; NaN is less than nothing
         ids = np.arange(last_id + 1) if least is None else np.flatnonzero(~(row < least[place]))
         bits = (row[ids] + np.float32(0.0)).view(np.int32)
-        keys = np.sort((bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64) << _ID_BITS | (last_id - ids))
+        keys = np.sort(_in_order(bits).astype(np.int64) << _ID_BITS | (last_id - ids))
         found[place] = last_id - (keys[::-1][:num_wanted] & ((1 << _ID_BITS) - 1))
     return torch.from_numpy(found)
 
@@ -287,8 +293,7 @@ def _top_ids_on_device(values: torch.Tensor, num_wanted: int) -> torch.Tensor:
         return torch.sort(values, dim=1, descending=True, stable=True).indices
     # torch.topk breaks ties as it likes, so each key is made unique: the float's bits in integer order, then the id
     bits = (values + 0.0).view(torch.int32)  # + 0.0: no negative zero
-    ordered_bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    keys = (ordered_bits << _ID_BITS) | torch.arange(last_id, -1, -1, device=values.device)
+    keys = (_in_order(bits).to(torch.int64) << _ID_BITS) | torch.arange(last_id, -1, -1, device=values.device)
     return last_id - (torch.topk(keys, num_wanted, dim=1).values & ((1 << _ID_BITS) - 1))
 
 
