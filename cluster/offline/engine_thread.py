@@ -105,6 +105,7 @@ class EngineThread:
                 ours.shutdown(socket.SHUT_WR)
         self._serving.join()
         self._reading.join()
+        self._pipe.close()  # not by the reader: a failed engine's may end while this shuts the pipe down
 
     def _serve(
         self, config: ServiceConfig, prices_drafts: bool, pipe: Connection, opened: Future[OpenedEngine]
@@ -158,4 +159,3 @@ class EngineThread:
             answer.set_exception(error)
         self._on_end(error)
         self._writer.close()
-        self._pipe.close()
