@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from outrider.verifier_service.cache import cache_folder
-from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa
+from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa, permit_tiles
 
 SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
 FLAGS = (  # sums keep their order, infinities and NaN stay
@@ -127,7 +127,7 @@ def wanted_isa() -> Isa | None:
 
     Raises `ValueError` where `isa.VARIABLE` asks for instructions that the processor lacks.
     """
-    return chosen_isa(_cpu_info(), os.environ.get(VARIABLE))
+    return chosen_isa(_cpu_info(), os.environ.get(VARIABLE), permit_tiles)
 
 
 def own_isa() -> Isa | None:
@@ -151,7 +151,7 @@ def _library() -> Path | None:
         logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
         return None
     try:
-        path = _compile_once(compiler, isa)
+        path = _compile_once(compiler, isa.compiler_flags)
         ctypes.CDLL(str(path))
         return path
     except (OSError, subprocess.SubprocessError) as error:
@@ -159,9 +159,9 @@ def _library() -> Path | None:
         return None
 
 
-def _compile_once(compiler: str, isa: Isa) -> Path:
+def _compile_once(compiler: str, flags: tuple[str, ...]) -> Path:
     """Return the compiled library, compiling it unless the cache has it for this source and processor."""
-    command = (compiler, *FLAGS, *isa.compiler_flags)
+    command = (compiler, *FLAGS, *flags)
     path = cache_folder() / "kernels" / f"cpu-{_key(command)}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 //
 // Weights are in panels of 16 output channels: the weights of all 16 for two inputs (float32: one) are adjacent, which is
 // a step. Rows of bfloat16 are widened once, so that a step is multiply-adds in float32; where the processor's bfloat16
-// products are faster, rows stay as they are. A row's sums are taken in the order of the inputs, chunk by chunk, and do
-// not depend on the rest of the batch: decoding a token and verifying it give the same bits.
+// products are faster, rows stay as they are; with AMX 16 steps of a panel are a tile. A row's sums are taken in the
+// order of the inputs, chunk by chunk, and do not depend on the rest of the batch: decoding a token and verifying it give
+// the same bits.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,11 +12,10 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef OUTRIDER_BFLOAT16_PRODUCTS
-#include <immintrin.h>
-#endif
+#include <omp.h>
 
 #include "numbers.h"
+#include "tiles.h"
 
 namespace {
 
@@ -81,7 +81,7 @@ struct Weights<int8_t> {
     }
 };
 
-// How a step is multiplied: the type of the rows, of 16 sums and of loaded weights.
+// How a step is multiplied: the type of the rows, of 16 sums and of loaded weights; and how many steps are a chunk.
 template <typename W>
 struct MultiplyAdd {
     using Row = float;
@@ -90,6 +90,7 @@ struct MultiplyAdd {
         Floats of[VECTORS] = {};
     };
     static constexpr int32_t STEP = Loaded::STEP, FEW_PANELS = 4;  // with fewer the sums of one row wait for each other
+    static constexpr int64_t CHUNK = CHUNK_STEPS;
     static Loaded load(const W* weights) { return Loaded(weights); }
     static void add(Sums& sums, const Loaded& loaded, const float* inputs) {
         for (int32_t i = 0; i < STEP; ++i) {
@@ -101,7 +102,31 @@ struct MultiplyAdd {
     }
 };
 
-#ifdef OUTRIDER_BFLOAT16_PRODUCTS
+#ifdef OUTRIDER_TILE_ORDER
+
+// The sums of tiles, as `tiles.h` says them, without any: what tests compare with, on every processor.
+template <typename W>
+struct TileOrder : MultiplyAdd<W> {
+    using Loaded = Weights<W>;
+    struct Sums {
+        Floats even[VECTORS] = {}, odd[VECTORS] = {};
+    };
+    static constexpr int64_t CHUNK = 16;
+    static void add(Sums& sums, const Loaded& loaded, const float* inputs) {
+        for (int32_t v = 0; v < VECTORS; ++v) {
+            sums.even[v] += loaded.of[0][v] * inputs[0];
+            sums.odd[v] += loaded.of[1][v] * inputs[1];
+        }
+    }
+    static void add(Sums& totals, const Sums& sums) {  // a total has no odd sum
+        for (int32_t v = 0; v < VECTORS; ++v) totals.even[v] += sums.even[v] + sums.odd[v];
+    }
+};
+
+template <typename T, typename W>
+using Product = std::conditional_t<std::is_same_v<T, float>, MultiplyAdd<W>, TileOrder<W>>;
+
+#elif defined(OUTRIDER_BFLOAT16_PRODUCTS)
 
 template <typename W>
 struct PairProducts {
@@ -111,6 +136,7 @@ struct PairProducts {
         __m512 of[1] = {_mm512_setzero_ps()};
     };
     static constexpr int32_t STEP = 2, FEW_PANELS = 1;  // one stream of weights
+    static constexpr int64_t CHUNK = CHUNK_STEPS;
     static Loaded load(const BFloat16* weights) { return (__m512bh)_mm512_loadu_si512(weights); }
     static Loaded load(const int8_t* weights) {  // an int8 is exact in bfloat16
         return _mm512_cvtne2ps_pbh(floats(weights + CHANNELS), floats(weights));
@@ -136,6 +162,29 @@ using Product = MultiplyAdd<W>;
 
 #endif
 
+// How many steps a panel has, the last ones of zeros: it is made of whole tiles, but for float32.
+inline int64_t panel_steps(int32_t in_features, int32_t step) {
+    return step == 1 ? in_features : (static_cast<int64_t>(in_features) + 31) / 32 * 16;
+}
+
+// Scale 16 sums, add the bias and store them as the outputs of a row and a panel.
+template <typename T>
+inline void put(const Linear& a, int32_t row, int32_t panel, const float* sums) {
+    const int32_t first = panel * CHANNELS, count = std::min(CHANNELS, a.out_features - first);
+    T* output = static_cast<T*>(a.output) + static_cast<int64_t>(row) * a.out_features + first;
+    if (count == CHANNELS) {
+        for (int32_t c = 0; c < CHANNELS; c += LANES) {
+            const Floats own = load(sums + c), scaled = a.scales ? own * load(a.scales + first + c) : own;
+            store(output + c, a.bias ? scaled + load(a.bias + first + c) : scaled);
+        }
+        return;
+    }
+    for (int32_t c = 0; c < count; ++c) {
+        const float scaled = a.scales ? sums[c] * a.scales[first + c] : sums[c];
+        store(output + c, a.bias ? scaled + a.bias[first + c] : scaled);
+    }
+}
+
 // Rows as the product wants them: `rows` [num_rows, in_features] and their stride.
 template <typename Row>
 struct Inputs {
@@ -149,17 +198,17 @@ template <typename T, typename W, int32_t ROWS, int32_t PANELS>
 void multiply_tile(const Linear& a, Inputs<typename Product<T, W>::Row> inputs, int32_t row, int32_t panel,
                    const char* ahead, int64_t bytes_ahead) {
     using Own = Product<T, W>;
-    const int64_t num_steps = a.in_features / Own::STEP;
-    const W* weights = static_cast<const W*>(a.weight) + panel * num_steps * CHANNELS * Own::STEP;
+    const int64_t num_steps = a.in_features / Own::STEP, stored_steps = panel_steps(a.in_features, Own::STEP);
+    const W* weights = static_cast<const W*>(a.weight) + panel * stored_steps * CHANNELS * Own::STEP;
     typename Own::Sums totals[ROWS][PANELS];
-    for (int64_t begin = 0; begin < num_steps; begin += CHUNK_STEPS) {
-        const int64_t end = std::min(begin + CHUNK_STEPS, num_steps);
+    for (int64_t begin = 0; begin < num_steps; begin += Own::CHUNK) {
+        const int64_t end = std::min(begin + Own::CHUNK, num_steps);
         typename Own::Sums sums[ROWS][PANELS];
         for (int64_t step = begin; step < end; ++step) {
             for (int64_t line = 0; line < bytes_ahead; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
             ahead += bytes_ahead;
             for (int32_t p = 0; p < PANELS; ++p) {
-                const auto loaded = Own::load(weights + (p * num_steps + step) * CHANNELS * Own::STEP);
+                const auto loaded = Own::load(weights + (p * stored_steps + step) * CHANNELS * Own::STEP);
                 for (int32_t r = 0; r < ROWS; ++r) {
                     Own::add(sums[r][p], loaded, inputs.rows + r * inputs.stride + step * Own::STEP);
                 }
@@ -170,15 +219,10 @@ void multiply_tile(const Linear& a, Inputs<typename Product<T, W>::Row> inputs, 
         }
     }
     for (int32_t r = 0; r < ROWS; ++r) {
-        T* output = static_cast<T*>(a.output) + static_cast<int64_t>(row + r) * a.out_features;
         for (int32_t p = 0; p < PANELS; ++p) {
             float own[CHANNELS];
-            std::memcpy(own, totals[r][p].of, sizeof own);
-            const int32_t first = (panel + p) * CHANNELS, count = std::min(CHANNELS, a.out_features - first);
-            for (int32_t c = 0; c < count; ++c) {
-                const float scaled = a.scales ? own[c] * a.scales[first + c] : own[c];
-                store(output + first + c, a.bias ? scaled + a.bias[first + c] : scaled);
-            }
+            std::memcpy(own, &totals[r][p], sizeof own);  // its first sums are the totals
+            put<T>(a, row + r, panel + p, own);
         }
     }
 }
@@ -211,8 +255,8 @@ template <typename T, typename W, int32_t ROWS, int32_t PANELS>
 void multiply_all(const Linear& a) {
     using Row = typename Product<T, W>::Row;
     const int32_t num_panels = (a.out_features + CHANNELS - 1) / CHANNELS, num_groups = (num_panels + PANELS - 1) / PANELS;
-    const int64_t group_bytes = static_cast<int64_t>(a.in_features) * CHANNELS * PANELS * sizeof(W);
     const int64_t step_bytes = Product<T, W>::STEP * CHANNELS * PANELS * sizeof(W);
+    const int64_t group_bytes = panel_steps(a.in_features, Product<T, W>::STEP) * step_bytes;
     const bool fetches = ROWS < a.num_rows && a.num_rows <= MAX_FETCHING;
 #pragma omp parallel num_threads(a.num_threads) if (a.num_threads > 1)
     for (int32_t begin = 0; begin < a.num_rows; begin += WIDENED_ROWS) {
@@ -240,8 +284,132 @@ void multiply_all(const Linear& a) {
     }
 }
 
+#ifdef OUTRIDER_TILES
+
+constexpr int64_t CACHED_BYTES = 1 << 20;  // of weights at a time: they stay in the second cache while rows pass
+constexpr int32_t FEW_TILES = 16;          // of rows: with more, each pair of them stays in the first cache
+
+// The weights of some panels as bfloat16; `scratch` holds those that are converted. An int8 is exact in bfloat16.
+inline const BFloat16* as_bfloat16(const BFloat16* weights, int64_t, std::vector<BFloat16>&) { return weights; }
+
+inline const BFloat16* as_bfloat16(const int8_t* weights, int64_t count, std::vector<BFloat16>& scratch) {
+    scratch.resize(std::max(scratch.size(), static_cast<size_t>(count)));
+    for (int64_t i = 0; i < count; i += 2 * CHANNELS) {
+        _mm512_storeu_si512(scratch.data() + i, (__m512i)PairProducts<int8_t>::load(weights + i));
+    }
+    return scratch.data();
+}
+
+// All rows as tiles of the same size: the last one begins early, and some rows are computed twice.
+struct RowTiles {
+    const BFloat16* rows;
+    int64_t stride;
+    int32_t num_rows, count = (num_rows + TILE_SIZE - 1) / TILE_SIZE, size = (num_rows + count - 1) / count;
+
+    int32_t begin(int32_t tile) const { return std::min(tile * size, num_rows - size); }
+};
+
+// The rows as tiles read them, up to whole tiles of inputs; `scratch` holds those that are copied for it.
+inline RowTiles row_tiles(const Linear& a, std::vector<BFloat16>& scratch) {
+    const auto* rows = static_cast<const BFloat16*>(a.rows);
+    const int64_t stride = 2 * panel_steps(a.in_features, 2);
+    if (stride == a.in_features) return {rows, a.row_stride, a.num_rows};
+    scratch.assign(stride * a.num_rows, BFloat16{0});
+    for (int32_t r = 0; r < a.num_rows; ++r) {
+        std::copy_n(rows + r * a.row_stride, a.in_features, scratch.begin() + r * stride);
+    }
+    return {scratch.data(), stride, a.num_rows};
+}
+
+// Multiply TILES tiles of rows from `tile` on with PANELS panels from `panel` on, at most 4 tiles of sums.
+template <int32_t TILES, int32_t PANELS>
+void multiply_tiles(const Linear& a, const RowTiles& tiles, int32_t tile, int32_t panel, const BFloat16* weights,
+                    Ahead ahead) {
+    alignas(TILE_ROW_BYTES) float sums[4][TILE_SIZE * TILE_SIZE];
+    const int32_t rows[2] = {tiles.begin(tile), tiles.begin(tile + TILES - 1)};
+    sum_tiles<TILES, PANELS>(tiles.rows + rows[0] * tiles.stride, tiles.rows + rows[1] * tiles.stride,
+                             tiles.stride * sizeof(BFloat16), weights, panel_steps(a.in_features, 2) / TILE_SIZE, ahead,
+                             sums);
+    const bool is_plain = !a.scales && !a.bias && (panel + PANELS) * CHANNELS <= a.out_features;
+    for (int32_t t = 0; t < TILES; ++t) {
+        for (int32_t p = 0; p < PANELS;) {
+            const bool is_pair = is_plain && p + 1 < PANELS;
+            const float* own = sums[2 * t + p];
+            for (int32_t r = 0; r < tiles.size; ++r, own += TILE_SIZE) {
+                const int32_t row = rows[t] + r;
+                if (is_pair) {
+                    const int64_t first = static_cast<int64_t>(row) * a.out_features + (panel + p) * CHANNELS;
+                    store(static_cast<BFloat16*>(a.output) + first, load(own), load(own + TILE_SIZE * TILE_SIZE));
+                } else {
+                    put<BFloat16>(a, row, panel + p, own);
+                }
+            }
+            p += is_pair ? 2 : 1;
+        }
+    }
+}
+
+// The same with `count` panels, PANELS at a time.
+template <int32_t TILES, int32_t PANELS>
+void multiply_panels(const Linear& a, const RowTiles& tiles, int32_t tile, int32_t panel, int32_t count,
+                     const BFloat16* weights, Ahead ahead) {
+    for (; count >= PANELS; count -= PANELS, panel += PANELS) {
+        multiply_tiles<TILES, PANELS>(a, tiles, tile, panel, weights, ahead);
+        weights += PANELS * panel_steps(a.in_features, 2) * 2 * CHANNELS;
+    }
+    if constexpr (PANELS > 1) {
+        if (count) multiply_panels<TILES, PANELS - 1>(a, tiles, tile, panel, count, weights, ahead);
+    }
+}
+
+// Multiply by tiles. With few rows, they pass two panels while the next two are fetched: reading weights is the limit.
+template <typename W>
+void multiply_by_tiles(const Linear& a) {
+    if (a.num_rows == 0) return;
+    const int64_t num_blocks = panel_steps(a.in_features, 2) / TILE_SIZE, panel_numbers = num_blocks * TILE_NUMBERS;
+    const int32_t num_panels = (a.out_features + CHANNELS - 1) / CHANNELS;
+#pragma omp parallel num_threads(a.num_threads) if (a.num_threads > 1)
+    {
+        static thread_local std::vector<BFloat16> padded, converted;
+        const RowTiles tiles = row_tiles(a, padded);
+        const TileShapes shapes(tiles.size);
+        const int32_t at_once = tiles.count == 1 ? 4 : 2;
+        const int64_t fitting = CACHED_BYTES / (2 * panel_numbers * static_cast<int64_t>(sizeof(BFloat16))) * 2;
+        const int32_t chunk = tiles.count > FEW_TILES ? std::max<int64_t>(at_once, fitting) : at_once;
+        const int32_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        const int32_t first = num_panels * thread / num_threads, end = num_panels * (thread + 1) / num_threads;
+        for (int32_t begin = first; begin < end; begin += chunk) {
+            const int32_t stop = std::min(begin + chunk, end), num_pairs = (tiles.count + 1) / 2;
+            const W* stored = static_cast<const W*>(a.weight) + begin * panel_numbers;
+            const BFloat16* weights = as_bfloat16(stored, (stop - begin) * panel_numbers, converted);
+            const char* next = reinterpret_cast<const char*>(stored + (stop - begin) * panel_numbers);
+            const int64_t next_bytes = std::min(chunk, end - stop) * panel_numbers * sizeof(W);
+            const char* fetched = next + next_bytes;
+            const int64_t share = next_bytes / (num_blocks * num_pairs * ((stop - begin + at_once - 1) / at_once));
+            const int64_t bytes = tiles.count == 1 ? 0 : (share + LINE - 1) / LINE * LINE;  // the processor does for one
+            for (int32_t tile = 0; tile < tiles.count; tile += 2) {
+                for (int32_t panel = begin; panel < stop; panel += at_once, next += bytes * num_blocks) {
+                    const int32_t count = std::min(at_once, stop - panel);
+                    const BFloat16* own = weights + (panel - begin) * panel_numbers;
+                    const Ahead ahead = {next, next < fetched ? bytes : 0};
+                    if (tile + 1 < tiles.count) {
+                        multiply_panels<2, 2>(a, tiles, tile, panel, count, own, ahead);
+                    } else {
+                        multiply_panels<1, 4>(a, tiles, tile, panel, count, own, ahead);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#endif
+
 template <typename T, typename W>
 void multiply(const Linear& a) {
+#ifdef OUTRIDER_TILES
+    if constexpr (std::is_same_v<T, BFloat16>) return multiply_by_tiles<W>(a);
+#endif
     if (a.num_rows <= 2) return multiply_all<T, W, 2, Product<T, W>::FEW_PANELS>(a);  // the memory is the limit
     multiply_all<T, W, TILE_ROWS, TILE_PANELS>(a);                                    // the products are
 }

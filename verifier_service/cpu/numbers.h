@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef OUTRIDER_BFLOAT16_PRODUCTS
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct BFloat16 {
@@ -73,6 +77,29 @@ inline Floats load(const Fp8* numbers) {
 inline float widened(Fp8 value) {
     const Fp8 lanes[LANES] = {value};
     return load(lanes)[0];
+}
+
+inline void store(float* to, const Floats& values) { std::memcpy(to, &values, sizeof values); }
+
+inline void store(BFloat16* to, const Floats& values) {
+#ifdef OUTRIDER_BFLOAT16_PRODUCTS
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);  // the same, but for numbers below the smallest normal one
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    const Words bits = (Words)values, is_nan = (Words)((bits & 0x7fffffffu) > 0x7f800000u);
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Halves halves = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), Halves);
+    std::memcpy(to, &halves, sizeof halves);
+#endif
+}
+
+inline void store(BFloat16* to, const Floats& first, const Floats& second) {
+#ifdef OUTRIDER_BFLOAT16_PRODUCTS
+    const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    store(to, first), store(to + LANES, second);
+#endif
 }
 
 typedef float Floats4 __attribute__((vector_size(16)));

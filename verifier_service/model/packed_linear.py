@@ -28,6 +28,7 @@ LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
 CHANNELS = 16  # per panel, as in cpu/linear.cpp
 INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}  # of a weight
+TILE_INPUTS = 32  # a panel's inputs are padded to a multiple of them, but for float32
 FP8_MULTIPLE = 16  # of a weight's rows and columns, for torch's product on a device
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_INPUTS = 16  # torch's product with int8 reads so many numbers of a bfloat16 row at a time, also beyond its end
@@ -98,11 +99,11 @@ class PanelLinear(nn.Module):
 
 
 def to_panels(weight: torch.Tensor) -> torch.Tensor:
-    """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], the last panel padded."""
+    """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], padded to whole ones."""
     inputs_per_step = INPUTS_PER_STEP[weight.dtype]
-    missing = -weight.shape[0] % CHANNELS
-    whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-    return whole.view(-1, CHANNELS, weight.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
+    channels, inputs = -weight.shape[0] % CHANNELS, -weight.shape[1] % (TILE_INPUTS if inputs_per_step == 2 else 1)
+    whole = F.pad(weight, (0, inputs, 0, channels)) if channels or inputs else weight
+    return whole.view(-1, CHANNELS, whole.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
 
 
 class PlainLinear(nn.Module):
