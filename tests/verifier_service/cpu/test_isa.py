@@ -45,7 +45,7 @@ def test_an_operator_may_want_less():
 
 def test_a_system_that_permits_no_tiles_has_none():
     assert chosen_isa(XEON, None, lambda: False) is Isa.AVX512
-    with pytest.raises(ValueError, match="one of avx512_bf16, avx512, avx2, baseline .*'amx'"):
+    with pytest.raises(ValueError, match=r"one of avx512_bf16, avx512, avx2, baseline .*'amx'"):
         chosen_isa(XEON, "amx", lambda: False)
 
 

@@ -1,4 +1,4 @@
-"""The order of AMX's sums: as the manual says it, in kernels without AMX, and in the tiles of a processor that has them."""
+"""The order of AMX's sums: as the manual says it, in kernels without AMX, and in a processor's tiles."""
 
 from __future__ import annotations
 
