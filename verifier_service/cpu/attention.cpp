@@ -3,7 +3,7 @@
 // Torch has no operator for block tables: it needs gathered keys and values, and its fused attention costs several
 // microseconds per head and sequence. Here the query heads of one token that share a KV head read each key once, then
 // compute a softmax in float32 and the weighted sum of values. A row's sums do not depend on the rest of the batch:
-// decoding a token and verifying it give the same bits.
+// decoding a token and verifying it give the same bits. With AMX, bfloat16 queries attend by tiles instead.
 //
 // Plain loops that the compiler vectorises.
 
@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -50,6 +51,50 @@ void write_cache(const Attend& a) {
         std::memcpy(value, static_cast<const T*>(a.value) + t * a.value_stride, value_bytes);
     }
 }
+
+// Neighbouring queries of a sequence: one thread's unit of work for one KV head.
+struct Span {
+    int32_t sequence, begin, end;
+};
+
+inline bool sees_more(const Attend& a, int64_t token) {  // than a prefix of the context
+    return a.positions && a.seen_starts[token + 1] > a.seen_starts[token];
+}
+
+// Spans of at most `most` queries; a query that sees more than a prefix is alone if `keeps_apart`.
+std::vector<Span> spans_of(const Attend& a, int32_t most, bool keeps_apart) {
+    std::vector<Span> spans;
+    for (int32_t sequence = 0; sequence < a.num_sequences; ++sequence) {
+        for (int32_t begin = 0, end; begin < a.lengths[sequence]; begin = end) {
+            end = std::min(begin + most, a.lengths[sequence]);
+            const int64_t first = a.firsts[sequence];
+            for (int32_t i = begin; keeps_apart && i < end; ++i) {
+                if (sees_more(a, first + i)) end = std::max(begin + 1, i);
+            }
+            spans.push_back({sequence, begin, end});
+        }
+    }
+    return spans;
+}
+
+// The first token of the context that a query may see.
+inline int32_t oldest_seen(const Attend& a, int64_t token) {
+    const int32_t position = a.positions ? a.positions[token] : a.prefixes[token] - 1;
+    return a.window > 0 ? std::max(0, position + 1 - a.window) : 0;
+}
+
+// Add the slots of what a query sees besides its prefix.
+inline void add_far(const Attend& a, int64_t token, std::vector<int64_t>& slots) {
+    for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
+        if (a.positions[a.seen[j]] >= oldest_seen(a, token)) slots.push_back(a.slots[a.seen[j]]);
+    }
+}
+
+}  // namespace
+
+#include "tiled_attention.h"
+
+namespace {
 
 constexpr int32_t SPAN = 16;  // queries
 
@@ -124,19 +169,22 @@ struct Plain {
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const C* key = static_cast<const C*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
             Floats sums = {};
-            int32_t d = 0;
-            for (; d + LANES <= a.head_dim; d += LANES) sums += load(q.query + d) * load(key + d);
-            float sum = sum_of(sums);
-            for (; d < a.head_dim; ++d) sum += widened(q.query[d]) * widened(key[d]);
-            scores[index] = sum * a.scale;
+            for (int32_t d = 0; d < a.head_dim; d += LANES) {
+                const int32_t count = std::min(LANES, a.head_dim - d);
+                sums += load_some(q.query + d, count) * load_some(key + d, count);
+            }
+            scores[index] = sum_of(sums) * a.scale;
         });
     }
 
     static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t) {
-        std::vector<float> sums(a.value_dim);
+        std::vector<float> sums(a.value_dim + LANES);
         for_each_slot(a, q, [&](int32_t index, int64_t slot) {
             const C* value = static_cast<const C*>(a.value_cache) + (slot * a.num_kv_heads + q.kv_head) * a.value_dim;
-            for (int32_t d = 0; d < a.value_dim; ++d) sums[d] += weights[index] * widened(value[d]);
+            for (int32_t d = 0; d < a.value_dim; d += LANES) {
+                const Floats own = load_some(value + d, std::min(LANES, a.value_dim - d));
+                store(sums.data() + d, load(sums.data() + d) + own * weights[index]);
+            }
         });
         for (int32_t d = 0; d < a.value_dim; ++d) store(q.output + d, sums[d]);
     }
@@ -182,25 +230,10 @@ int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::v
     }
 }
 
-// Neighbouring queries of a sequence: one thread's unit of work for one KV head.
-struct Span {
-    int32_t sequence, begin, end;
-};
-
-std::vector<Span> spans_of(const Attend& a) {
-    std::vector<Span> spans;
-    for (int32_t sequence = 0; sequence < a.num_sequences; ++sequence) {
-        for (int32_t begin = 0; begin < a.lengths[sequence]; begin += SPAN) {
-            spans.push_back({sequence, begin, std::min(begin + SPAN, a.lengths[sequence])});
-        }
-    }
-    return spans;
-}
-
 template <typename T, typename C, int32_t CHUNKS>
 void attend_all(const Attend& a) {
     constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : std::max(1, 16 / CHUNKS);  // 16 registers of sums
-    const std::vector<Span> spans = spans_of(a);
+    const std::vector<Span> spans = spans_of(a, SPAN, false);
     const int32_t num_items = static_cast<int32_t>(spans.size()) * a.num_kv_heads, repeats = a.num_heads / a.num_kv_heads;
 #pragma omp parallel num_threads(a.num_threads) if (num_items > 1)
     {
@@ -212,15 +245,9 @@ void attend_all(const Attend& a) {
             const int32_t sequence = span.sequence, kv_head = item % a.num_kv_heads;
             for (int32_t i = span.begin; i < span.end; ++i) {
                 const int64_t token = a.firsts[sequence] + i;
-                const int32_t stop = a.prefixes[token], position = a.positions ? a.positions[token] : stop - 1;
-                const int32_t oldest = a.window > 0 ? position + 1 - a.window : 0;
-                const int32_t start = std::min(stop, std::max(0, oldest));
+                const int32_t stop = a.prefixes[token], start = std::min(stop, oldest_seen(a, token));
                 far.clear();
-                if (a.positions) {
-                    for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
-                        if (a.positions[a.seen[j]] >= oldest) far.push_back(a.slots[a.seen[j]]);
-                    }
-                }
+                if (a.positions) add_far(a, token, far);
                 for (int32_t row = 0; row < repeats;) {
                     const int32_t head = kv_head * repeats + row;
                     const Query<T> q = {a.tables + static_cast<int64_t>(sequence) * a.table_width, far,
@@ -237,6 +264,12 @@ void attend_all(const Attend& a) {
 template <typename T, typename C = T>
 void attend(const Attend& a) {
     if (a.key) write_cache<T>(a);
+#ifdef OUTRIDER_HAS_TILES
+    const bool has_tiles = a.head_dim % TILE_INPUTS == 0 && a.value_dim % TILE_INPUTS == 0;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        if (has_tiles) return attend_by_tiles<C>(a);
+    }
+#endif
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
         case 32: return attend_all<T, C, 32 / LANES>(a);
         case 64: return attend_all<T, C, 64 / LANES>(a);

@@ -6,7 +6,7 @@
     avx2          256-bit vectors
     baseline      what the compiler takes by itself: NEON on ARM64, SSE2 on x86-64
 
-All run the same sources. `TILE_ORDER` compiles them with the sums of AMX and none of its instructions, for tests.
+All run the same sources. `PLAYED_TILES` compiles them with the sums of AMX and none of its instructions, for tests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLAGS = {
     Isa.AVX2: ("-mno-avx512f",),
     Isa.BASELINE: ("-mno-avx",) if platform.machine().lower() in ("x86_64", "amd64") else (),
 }
-TILE_ORDER = "-DOUTRIDER_TILE_ORDER"
+PLAYED_TILES = "-DOUTRIDER_PLAYED_TILES"
 NEEDED = {
     Isa.AMX: frozenset({"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"}),
     Isa.AVX512_BF16: frozenset({"avx512f", "avx512_bf16"}),

@@ -81,7 +81,7 @@ struct Weights<int8_t> {
     }
 };
 
-// How a step is multiplied: the type of the rows, of 16 sums and of loaded weights; and how many steps are a chunk.
+// How a step is multiplied: the type of the rows, of 16 sums and of loaded weights.
 template <typename W>
 struct MultiplyAdd {
     using Row = float;
@@ -90,7 +90,6 @@ struct MultiplyAdd {
         Floats of[VECTORS] = {};
     };
     static constexpr int32_t STEP = Loaded::STEP, FEW_PANELS = 4;  // with fewer the sums of one row wait for each other
-    static constexpr int64_t CHUNK = CHUNK_STEPS;
     static Loaded load(const W* weights) { return Loaded(weights); }
     static void add(Sums& sums, const Loaded& loaded, const float* inputs) {
         for (int32_t i = 0; i < STEP; ++i) {
@@ -102,31 +101,7 @@ struct MultiplyAdd {
     }
 };
 
-#ifdef OUTRIDER_TILE_ORDER
-
-// The sums of tiles, as `tiles.h` says them, without any: what tests compare with, on every processor.
-template <typename W>
-struct TileOrder : MultiplyAdd<W> {
-    using Loaded = Weights<W>;
-    struct Sums {
-        Floats even[VECTORS] = {}, odd[VECTORS] = {};
-    };
-    static constexpr int64_t CHUNK = 16;
-    static void add(Sums& sums, const Loaded& loaded, const float* inputs) {
-        for (int32_t v = 0; v < VECTORS; ++v) {
-            sums.even[v] += loaded.of[0][v] * inputs[0];
-            sums.odd[v] += loaded.of[1][v] * inputs[1];
-        }
-    }
-    static void add(Sums& totals, const Sums& sums) {  // a total has no odd sum
-        for (int32_t v = 0; v < VECTORS; ++v) totals.even[v] += sums.even[v] + sums.odd[v];
-    }
-};
-
-template <typename T, typename W>
-using Product = std::conditional_t<std::is_same_v<T, float>, MultiplyAdd<W>, TileOrder<W>>;
-
-#elif defined(OUTRIDER_BFLOAT16_PRODUCTS)
+#ifdef OUTRIDER_BFLOAT16_PRODUCTS
 
 template <typename W>
 struct PairProducts {
@@ -136,7 +111,6 @@ struct PairProducts {
         __m512 of[1] = {_mm512_setzero_ps()};
     };
     static constexpr int32_t STEP = 2, FEW_PANELS = 1;  // one stream of weights
-    static constexpr int64_t CHUNK = CHUNK_STEPS;
     static Loaded load(const BFloat16* weights) { return (__m512bh)_mm512_loadu_si512(weights); }
     static Loaded load(const int8_t* weights) {  // an int8 is exact in bfloat16
         return _mm512_cvtne2ps_pbh(floats(weights + CHANNELS), floats(weights));
@@ -201,8 +175,8 @@ void multiply_tile(const Linear& a, Inputs<typename Product<T, W>::Row> inputs, 
     const int64_t num_steps = a.in_features / Own::STEP, stored_steps = panel_steps(a.in_features, Own::STEP);
     const W* weights = static_cast<const W*>(a.weight) + panel * stored_steps * CHANNELS * Own::STEP;
     typename Own::Sums totals[ROWS][PANELS];
-    for (int64_t begin = 0; begin < num_steps; begin += Own::CHUNK) {
-        const int64_t end = std::min(begin + Own::CHUNK, num_steps);
+    for (int64_t begin = 0; begin < num_steps; begin += CHUNK_STEPS) {
+        const int64_t end = std::min(begin + CHUNK_STEPS, num_steps);
         typename Own::Sums sums[ROWS][PANELS];
         for (int64_t step = begin; step < end; ++step) {
             for (int64_t line = 0; line < bytes_ahead; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
@@ -221,7 +195,7 @@ void multiply_tile(const Linear& a, Inputs<typename Product<T, W>::Row> inputs, 
     for (int32_t r = 0; r < ROWS; ++r) {
         for (int32_t p = 0; p < PANELS; ++p) {
             float own[CHANNELS];
-            std::memcpy(own, &totals[r][p], sizeof own);  // its first sums are the totals
+            std::memcpy(own, totals[r][p].of, sizeof own);
             put<T>(a, row + r, panel + p, own);
         }
     }
@@ -284,7 +258,7 @@ void multiply_all(const Linear& a) {
     }
 }
 
-#ifdef OUTRIDER_TILES
+#ifdef OUTRIDER_HAS_TILES
 
 constexpr int64_t CACHED_BYTES = 1 << 20;  // of weights at a time: they stay in the second cache while rows pass
 constexpr int32_t FEW_TILES = 16;          // of rows: with more, each pair of them stays in the first cache
@@ -294,8 +268,8 @@ inline const BFloat16* as_bfloat16(const BFloat16* weights, int64_t, std::vector
 
 inline const BFloat16* as_bfloat16(const int8_t* weights, int64_t count, std::vector<BFloat16>& scratch) {
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(count)));
-    for (int64_t i = 0; i < count; i += 2 * CHANNELS) {
-        _mm512_storeu_si512(scratch.data() + i, (__m512i)PairProducts<int8_t>::load(weights + i));
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        store(scratch.data() + i, load(weights + i), load(weights + i + LANES));
     }
     return scratch.data();
 }
@@ -321,48 +295,35 @@ inline RowTiles row_tiles(const Linear& a, std::vector<BFloat16>& scratch) {
     return {scratch.data(), stride, a.num_rows};
 }
 
-// Multiply TILES tiles of rows from `tile` on with PANELS panels from `panel` on, at most 4 tiles of sums.
-template <int32_t TILES, int32_t PANELS>
-void multiply_tiles(const Linear& a, const RowTiles& tiles, int32_t tile, int32_t panel, const BFloat16* weights,
-                    Ahead ahead) {
-    alignas(TILE_ROW_BYTES) float sums[4][TILE_SIZE * TILE_SIZE];
-    const int32_t rows[2] = {tiles.begin(tile), tiles.begin(tile + TILES - 1)};
-    sum_tiles<TILES, PANELS>(tiles.rows + rows[0] * tiles.stride, tiles.rows + rows[1] * tiles.stride,
-                             tiles.stride * sizeof(BFloat16), weights, panel_steps(a.in_features, 2) / TILE_SIZE, ahead,
-                             sums);
-    const bool is_plain = !a.scales && !a.bias && (panel + PANELS) * CHANNELS <= a.out_features;
-    for (int32_t t = 0; t < TILES; ++t) {
-        for (int32_t p = 0; p < PANELS;) {
-            const bool is_pair = is_plain && p + 1 < PANELS;
-            const float* own = sums[2 * t + p];
-            for (int32_t r = 0; r < tiles.size; ++r, own += TILE_SIZE) {
-                const int32_t row = rows[t] + r;
-                if (is_pair) {
-                    const int64_t first = static_cast<int64_t>(row) * a.out_features + (panel + p) * CHANNELS;
-                    store(static_cast<BFloat16*>(a.output) + first, load(own), load(own + TILE_SIZE * TILE_SIZE));
+// Multiply one or two tiles of rows, from `tile` on, with the panels [panel, stop).
+inline void multiply_tiles(const Linear& a, const RowTiles& tiles, int32_t tile, int32_t panel, int32_t stop,
+                           const BFloat16* weights, Ahead ahead) {
+    constexpr int64_t PANEL = TILE_SIZE * TILE_SIZE;
+    alignas(TILE_ROW_BYTES) float sums[4 * PANEL];
+    const int64_t num_blocks = panel_steps(a.in_features, 2) / TILE_SIZE;
+    const int32_t num_tiles = std::min(2, tiles.count - tile), rows[2] = {tiles.begin(tile), tiles.begin(tile + 1)};
+    const TileRows own = {tiles.rows + rows[0] * tiles.stride, tiles.rows + rows[1] * tiles.stride, tiles.stride};
+    for (int32_t count; panel < stop; panel += count, weights += count * num_blocks * TILE_NUMBERS) {
+        count = std::min(panels_at_once(num_tiles), stop - panel);
+        sum_tiles(num_tiles, count, own, weights, num_blocks, {sums, TILE_SIZE, PANEL, 2 * PANEL}, false, ahead);
+        const bool is_plain = !a.scales && !a.bias && (panel + count) * CHANNELS <= a.out_features;
+        for (int32_t i = 0; i < num_tiles * tiles.size; ++i) {
+            const int32_t t = i / tiles.size, r = i % tiles.size, row = rows[t] + r;
+            const float* from = sums + 2 * t * PANEL + r * TILE_SIZE;
+            BFloat16* to = static_cast<BFloat16*>(a.output) + static_cast<int64_t>(row) * a.out_features;
+            for (int32_t p = 0; p < count; ++p, from += PANEL) {
+                if (is_plain && p + 1 < count) {  // two panels are a cache line
+                    store(to + (panel + p) * CHANNELS, load(from), load(from + PANEL));
+                    ++p, from += PANEL;
                 } else {
-                    put<BFloat16>(a, row, panel + p, own);
+                    put<BFloat16>(a, row, panel + p, from);
                 }
             }
-            p += is_pair ? 2 : 1;
         }
     }
 }
 
-// The same with `count` panels, PANELS at a time.
-template <int32_t TILES, int32_t PANELS>
-void multiply_panels(const Linear& a, const RowTiles& tiles, int32_t tile, int32_t panel, int32_t count,
-                     const BFloat16* weights, Ahead ahead) {
-    for (; count >= PANELS; count -= PANELS, panel += PANELS) {
-        multiply_tiles<TILES, PANELS>(a, tiles, tile, panel, weights, ahead);
-        weights += PANELS * panel_steps(a.in_features, 2) * 2 * CHANNELS;
-    }
-    if constexpr (PANELS > 1) {
-        if (count) multiply_panels<TILES, PANELS - 1>(a, tiles, tile, panel, count, weights, ahead);
-    }
-}
-
-// Multiply by tiles. With few rows, they pass two panels while the next two are fetched: reading weights is the limit.
+// Multiply by tiles. A few rows pass two panels while the next two are fetched: reading weights is the limit.
 template <typename W>
 void multiply_by_tiles(const Linear& a) {
     if (a.num_rows == 0) return;
@@ -372,32 +333,23 @@ void multiply_by_tiles(const Linear& a) {
     {
         static thread_local std::vector<BFloat16> padded, converted;
         const RowTiles tiles = row_tiles(a, padded);
-        const TileShapes shapes(tiles.size);
-        const int32_t at_once = tiles.count == 1 ? 4 : 2;
-        const int64_t fitting = CACHED_BYTES / (2 * panel_numbers * static_cast<int64_t>(sizeof(BFloat16))) * 2;
-        const int32_t chunk = tiles.count > FEW_TILES ? std::max<int64_t>(at_once, fitting) : at_once;
+        TileShapes shapes;
+        shapes.set(tiles.size);
         const int32_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         const int32_t first = num_panels * thread / num_threads, end = num_panels * (thread + 1) / num_threads;
-        for (int32_t begin = first; begin < end; begin += chunk) {
-            const int32_t stop = std::min(begin + chunk, end), num_pairs = (tiles.count + 1) / 2;
+        const int32_t few = panels_at_once(tiles.count), num_pairs = (tiles.count + 1) / 2;
+        const int64_t fitting = CACHED_BYTES / (panel_numbers * static_cast<int64_t>(sizeof(BFloat16)));
+        const int32_t at_once = tiles.count > FEW_TILES ? std::max<int64_t>(few, fitting) : few;
+        for (int32_t begin = first; begin < end; begin += at_once) {
+            const int32_t stop = std::min(begin + at_once, end);
             const W* stored = static_cast<const W*>(a.weight) + begin * panel_numbers;
             const BFloat16* weights = as_bfloat16(stored, (stop - begin) * panel_numbers, converted);
             const char* next = reinterpret_cast<const char*>(stored + (stop - begin) * panel_numbers);
-            const int64_t next_bytes = std::min(chunk, end - stop) * panel_numbers * sizeof(W);
-            const char* fetched = next + next_bytes;
-            const int64_t share = next_bytes / (num_blocks * num_pairs * ((stop - begin + at_once - 1) / at_once));
+            const char* fetched = next + std::min(few, end - stop) * panel_numbers * sizeof(W);
+            const int64_t share = (fetched - next) / (num_blocks * num_pairs);
             const int64_t bytes = tiles.count == 1 ? 0 : (share + LINE - 1) / LINE * LINE;  // the processor does for one
-            for (int32_t tile = 0; tile < tiles.count; tile += 2) {
-                for (int32_t panel = begin; panel < stop; panel += at_once, next += bytes * num_blocks) {
-                    const int32_t count = std::min(at_once, stop - panel);
-                    const BFloat16* own = weights + (panel - begin) * panel_numbers;
-                    const Ahead ahead = {next, next < fetched ? bytes : 0};
-                    if (tile + 1 < tiles.count) {
-                        multiply_panels<2, 2>(a, tiles, tile, panel, count, own, ahead);
-                    } else {
-                        multiply_panels<1, 4>(a, tiles, tile, panel, count, own, ahead);
-                    }
-                }
+            for (int32_t tile = 0; tile < tiles.count; tile += 2, next += bytes * num_blocks) {
+                multiply_tiles(a, tiles, tile, begin, stop, weights, {next, next < fetched ? bytes : 0});
             }
         }
     }
@@ -407,7 +359,7 @@ void multiply_by_tiles(const Linear& a) {
 
 template <typename T, typename W>
 void multiply(const Linear& a) {
-#ifdef OUTRIDER_TILES
+#ifdef OUTRIDER_HAS_TILES
     if constexpr (std::is_same_v<T, BFloat16>) return multiply_by_tiles<W>(a);
 #endif
     if (a.num_rows <= 2) return multiply_all<T, W, 2, Product<T, W>::FEW_PANELS>(a);  // the memory is the limit

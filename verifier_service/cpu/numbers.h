@@ -49,6 +49,7 @@ constexpr int32_t LANES = 4;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t Signs __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 
@@ -65,6 +66,8 @@ inline Floats load(const BFloat16* numbers) {
     return (Floats)(__builtin_convertvector(read<Halves>(numbers), Words) << 16);
 }
 
+inline Floats load(const int8_t* numbers) { return __builtin_convertvector(read<Signs>(numbers), Floats); }
+
 // FP8 (E4M3): a sign, 4 bits of exponent with bias 7, 3 of fraction; all ones is NaN, there is no infinity
 inline Floats load(const Fp8* numbers) {
     const Words bits = __builtin_convertvector(read<Bytes>(numbers), Words), code = bits & 0x7fu;
@@ -77,6 +80,15 @@ inline Floats load(const Fp8* numbers) {
 inline float widened(Fp8 value) {
     const Fp8 lanes[LANES] = {value};
     return load(lanes)[0];
+}
+
+// The first `count` numbers, at most LANES, and zeros.
+template <typename Number>
+inline Floats load_some(const Number* numbers, int32_t count) {
+    if (count == LANES) return load(numbers);
+    Number lanes[LANES] = {};
+    std::memcpy(lanes, numbers, count * sizeof(Number));
+    return load(lanes);
 }
 
 inline void store(float* to, const Floats& values) { std::memcpy(to, &values, sizeof values); }

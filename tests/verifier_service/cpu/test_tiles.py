@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.cpu.isa import TILE_ORDER, Isa
+from outrider.verifier_service.cpu.isa import PLAYED_TILES, Isa
 from outrider.verifier_service.cpu.kernels import Kernels, own_isa
 from outrider.verifier_service.model.packed_linear import TILE_INPUTS, to_panels
 
@@ -23,7 +23,7 @@ def ordered() -> Kernels:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
-    return Kernels(kernels._compile_once(compiler, (TILE_ORDER,)), torch.bfloat16)
+    return Kernels(kernels._compile_once(compiler, (PLAYED_TILES,)), torch.bfloat16)
 
 
 def drawn(*shape: int) -> torch.Tensor:
