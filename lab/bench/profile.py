@@ -202,6 +202,9 @@ def _hooks(model: PackedModel, end: Callable[[str], None]) -> Iterator[None]:
             hooks.callback(module.register_forward_hook(lambda *_: act()).remove)
 
         before(model, lambda: end("prepare"))
+        for layer in model.layers:  # in one call a layer has no parts
+            hooks.callback(setattr, layer, "whole", layer.whole)
+            layer.whole = lambda hidden, turn, attend: None
         for module in model.modules():
             if isinstance(module, Attention):
                 before(module, lambda: enter(True))

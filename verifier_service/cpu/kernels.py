@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attend(ctypes.Structure):
-    """Arguments of the attention kernel, as in `attention.cpp`."""
+    """Arguments of the attention kernel, as in `attend.h`."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width")),
@@ -51,11 +51,40 @@ class Attend(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """A linear layer of a `Layer`, as in `layer.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("multiply", "panels", "scales", "bias")),
+        *((name, ctypes.c_int32) for name in ("in_features", "out_features")),
+    )
+
+
+class Norm(ctypes.Structure):
+    """A norm of a `Layer`, as in `layer.cpp`."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class Layer(ctypes.Structure):
+    """What a whole layer is made of, as in `layer.cpp`."""
+
+    _fields_ = (
+        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "heads")),
+        *((name, ctypes.c_void_p) for name in ("normalise", "rotate", "gate", "attend")),
+        *((name, ctypes.c_int32) for name in ("num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _LINEAR = (_INT, _INT, *(_POINTER,) * 5, _INT, _LONG, _INT)
 _RMS_NORM = (*(_POINTER,) * 3, _LONG, _LONG, _INT, _INT, _FLOAT, _INT)
 _ROTATE = (*(_POINTER,) * 3, _LONG, _LONG, _INT, _INT, _INT)
 _GATED = (*(_POINTER,) * 2, _LONG, _INT, _INT)
+_LAYER = (ctypes.POINTER(Layer), ctypes.POINTER(Attend), *(_POINTER,) * 4)
 
 Function = Callable[..., None]
 
@@ -74,10 +103,17 @@ class Kernels:
         self.linear: dict[torch.dtype, Function] = {  # by the weight's dtype
             weight: _function(long, f"linear_{name}_{NAMES[weight]}", _LINEAR) for weight in (dtype, torch.int8)
         }
+        self.layer = _function(long, f"layer_{name}", _LAYER)
         self._rms_norm = _function(short, f"rms_norm_{name}", _RMS_NORM)
         self._rotate = _function(short, f"rotate_{name}", _ROTATE)
         kinds = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
         self.activations = {kind: _function(short, f"{own}_{name}", _GATED) for kind, own in kinds.items()}
+
+    def addresses(self, activation: str, cache: torch.dtype) -> dict[str, int | None]:
+        """Return what a `Layer` calls: addresses by its fields' names; `cache` is the KV pool's dtype."""
+        gate = self.activations[activation]
+        own = {"normalise": self._rms_norm, "rotate": self._rotate, "gate": gate, "attend": self.attend[cache]}
+        return {name: address_of(function) for name, function in own.items()}
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Norm each head of [num_tokens, num_heads * size] or [num_tokens, num_heads, size].
@@ -133,6 +169,11 @@ def wanted_isa() -> Isa | None:
 def own_isa() -> Isa | None:
     """Return the instructions that our kernels use; None: there are no kernels. Raises as `wanted_isa`."""
     return None if _library() is None else wanted_isa()
+
+
+def address_of(function: Function) -> int | None:
+    """Return a kernel's address."""
+    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Function:

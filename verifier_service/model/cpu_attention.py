@@ -1,18 +1,30 @@
-"""Attention on a CPU: our kernel reads keys and values in place; `AttentionContext` is its reference, in torch."""
+"""A decoder's layers on a CPU, in one call each for few rows: `cpu/layer.cpp`; and their attention alone.
+
+Our kernel reads keys and values in place; `AttentionContext` is its reference, in torch.
+"""
 
 from __future__ import annotations
 
-import torch
+import ctypes
 
+import torch
+from torch import nn
+
+from outrider.verifier_service.cpu import kernels as cpu
 from outrider.verifier_service.cpu.kernels import Attend, Kernels, load_kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
     AttentionContext,
+    AttentionHandler,
     AttentionOptions,
     KVPool,
     starts_of,
     tree_distances,
 )
+from outrider.verifier_service.model.decoder import Attention, DecoderLayer, GatedMLP, HeadNorm, Norm, Turn
+from outrider.verifier_service.model.packed_linear import PanelLinear
+
+MAX_ROWS = 128  # with more, Python between the kernels takes little, and they would need much memory
 
 
 class CpuContext:
@@ -63,11 +75,23 @@ class CpuContext:
         arguments.num_heads, arguments.num_kv_heads = num_heads, num_kv_heads
         arguments.head_dim, arguments.value_dim = head_dim, value_dim
         arguments.window = options.sliding_window or 0
-        arguments.scale = head_dim**-0.5 if options.scaling is None else options.scaling
+        arguments.scale = _scale(options, head_dim)
         arguments.softcap = options.softcap or 0.0
         arguments.sinks = None if sinks is None else sinks.data_ptr()
         self._kernel(arguments)
         return output
+
+
+    def of_layer(self, layer_index: int) -> Attend | None:
+        """Return the arguments for a layer's caches, for a kernel to fill in the rest; None: the caches are FP8.
+
+        The kernel reads FP8 and writes none.
+        """
+        if self._pool.stored is not self._pool.dtype:
+            return None
+        caches = self._pool.keys[layer_index], self._pool.values[layer_index]
+        self._arguments.key_cache, self._arguments.value_cache = (cache.data_ptr() for cache in caches)
+        return self._arguments
 
 
 def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
@@ -106,3 +130,68 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     """Return [num_tokens, num_heads, head_dim] with a token's heads contiguous; the token stride may be larger."""
     _, _, head_dim = heads.shape
     return heads if heads.stride(2) == 1 and heads.stride(1) == head_dim else heads.contiguous()
+
+
+class WholeLayer:
+    """Computes what a `DecoderLayer` does, to the bit; see `whole_layer`."""
+
+    def __init__(self, layer: DecoderLayer, kernels: Kernels, dtype: torch.dtype) -> None:
+        attention, mlp, options = layer.attention, layer.mlp, layer.attention.options
+        assert isinstance(mlp, GatedMLP)
+        linears = {"qkv": attention.qkv, "output": attention.output, "gate_up": mlp.gate_up, "down": mlp.down}
+        norms = {
+            **{"before_attention": layer.before_attention, "after_attention": layer.after_attention},
+            **{"before_mlp": layer.before_mlp, "after_mlp": layer.after_mlp, "heads": attention.norm},
+        }
+        self._sinks = None if options.sinks is None else options.sinks.float().contiguous()  # kept: addresses follow
+        self._layer = cpu.Layer(
+            **{name: linear.product() for name, linear in linears.items()},
+            **{name: _norm(norm) for name, norm in norms.items()},
+            **kernels.addresses(mlp.activation, dtype),
+            num_kv_heads=attention.shape.num_kv_heads,
+            head_dim=attention.shape.head_dim,
+            window=options.sliding_window or 0,
+            scale=_scale(options, attention.shape.head_dim),
+            softcap=options.softcap or 0.0,
+            sinks=None if self._sinks is None else self._sinks.data_ptr(),
+        )
+        self._reference = ctypes.byref(self._layer)
+        self._run, self._index, self._dtype = kernels.layer, attention.layer_index, dtype
+
+    def __call__(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor | None:
+        """Map [num_tokens, hidden_size] to the same shape; None: this step wants the layer's parts."""
+        if hidden.shape[0] > MAX_ROWS or hidden.dtype is not self._dtype or not isinstance(attend, CpuContext):
+            return None
+        arguments = attend.of_layer(self._index)
+        if arguments is None or hidden.requires_grad or not hidden.is_contiguous():
+            return None
+        output = torch.empty_like(hidden)
+        cosines, sines = (None, None) if turn is None else (part.data_ptr() for part in turn)
+        self._run(self._reference, arguments, hidden.data_ptr(), cosines, sines, output.data_ptr())
+        return output
+
+
+def whole_layer(layer: DecoderLayer, dtype: torch.dtype) -> WholeLayer | None:
+    """Return a layer in one call; None: it has parts that `cpu/layer.cpp` does not know, or there is no compiler."""
+    attention, mlp, kernels = layer.attention, layer.mlp, load_kernels(dtype)
+    if kernels is None or type(attention) is not Attention or type(mlp) is not GatedMLP or layer.scale != 1.0:
+        return None
+    linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+    norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+    is_known = (
+        all(isinstance(linear, PanelLinear) for linear in linears)
+        and all(isinstance(norm, Norm | nn.Identity) for norm in norms)
+        and (attention.norm is None or isinstance(attention.norm, HeadNorm))
+        and attention.shape.head_dim == attention.shape.value_dim
+        and mlp.activation in kernels.activations
+        and attention.group.size == 1
+    )
+    return WholeLayer(layer, kernels, dtype) if is_known else None
+
+
+def _norm(norm: nn.Module | None) -> cpu.Norm:
+    return cpu.Norm(norm.wide.data_ptr(), norm.eps) if isinstance(norm, Norm | HeadNorm) else cpu.Norm()
+
+
+def _scale(options: AttentionOptions, head_dim: int) -> float:
+    return head_dim**-0.5 if options.scaling is None else options.scaling

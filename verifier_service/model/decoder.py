@@ -40,6 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 TopK = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
+WholeLayer = Callable[[torch.Tensor, Turn | None, AttentionHandler], torch.Tensor | None]  # None: compute the parts
 
 
 def _kernels_of(rows: torch.Tensor) -> cpu.Kernels | RowKernels | None:
@@ -167,7 +168,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.qkv, self.output, self.norm = shape, qkv, output, norm
-        self._layer_index, self._options, self._group = layer_index, options, group
+        self.layer_index, self.options, self.group = layer_index, options, group
 
     def forward(self, rows: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
@@ -175,8 +176,8 @@ class Attention(nn.Module):
         heads = self.qkv(rows).unflatten(-1, (-1, head_dim))  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         turned, value = normed_and_turned(heads[:, :-num_kv_heads], self.norm, turn), heads[:, -num_kv_heads:]
         query, key = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
-        attended = attend.attend(self._layer_index, query, key, value, self._options)
-        return self._group.all_reduce(self.output(attended.flatten(1)))
+        attended = attend.attend(self.layer_index, query, key, value, self.options)
+        return self.group.all_reduce(self.output(attended.flatten(1)))
 
 
 class GatedMLP(nn.Module):
@@ -184,16 +185,15 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, activation: str, group: TensorParallelGroup) -> None:
         super().__init__()
-        self.gate_up, self.down, self._activation, self._group = gate_up, down, activation, group
+        self.gate_up, self.down, self.activation, self.group = gate_up, down, activation, group
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._group.all_reduce(self.down(gated(self.gate_up(rows), self._activation)))
+        return self.group.all_reduce(self.down(gated(self.gate_up(rows), self.activation)))
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Map [..., 2 * size] to activation(gate) * up [..., size]."""
-    kernels = _kernels_of(gate_up)
-    if kernels is not None and activation in kernels.activations:
+    if (kernels := _kernels_of(gate_up)) is not None and activation in kernels.activations:
         return kernels.gated(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
@@ -322,27 +322,23 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward block, each with a norm before it, after it, or both."""
 
     def __init__(
-        self,
-        *,
-        attention: Attention,
-        mlp: nn.Module,
-        before_attention: nn.Module,
-        after_attention: nn.Module,
-        before_mlp: nn.Module,
-        after_mlp: nn.Module,
-        residual_scale: float,
+        self, *, attention: Attention, mlp: nn.Module, before_attention: nn.Module, after_attention: nn.Module,
+        before_mlp: nn.Module, after_mlp: nn.Module, residual_scale: float,
     ) -> None:
         super().__init__()
         self.attention, self.mlp = attention, mlp
         self.before_attention, self.after_attention = before_attention, after_attention
         self.before_mlp, self.after_mlp = before_mlp, after_mlp
-        self._scale = residual_scale
+        self.scale = residual_scale
+        self.whole: WholeLayer = lambda hidden, turn, attend: None
 
     def forward(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
+        if (output := self.whole(hidden, turn, attend)) is not None:
+            return output
         attended = self.attention(self.before_attention(hidden), turn, attend)
-        hidden, normed = added_and_normed(hidden, self.after_attention(attended), self._scale, self.before_mlp)
-        return added(hidden, self.after_mlp(self.mlp(normed)), self._scale)
+        hidden, normed = added_and_normed(hidden, self.after_attention(attended), self.scale, self.before_mlp)
+        return added(hidden, self.after_mlp(self.mlp(normed)), self.scale)
 
 
 class Decoder(nn.Module):

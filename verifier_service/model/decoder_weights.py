@@ -17,6 +17,7 @@ from outrider.verifier_service.messages.counts import FetchCounts
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
 from outrider.verifier_service.model.config import Quantization
+from outrider.verifier_service.model.cpu_attention import whole_layer
 from outrider.verifier_service.model.decoder import (
     AllHeadsNorm,
     Attention,
@@ -153,7 +154,7 @@ class _DecoderLoader:
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         prefix, names = f"model.layers.{index}.", self._spec.norm_names
         mlp_prefix = f"{prefix}mlp."
-        return DecoderLayer(
+        made = DecoderLayer(
             attention=self._attention(f"{prefix}self_attn.", index, layer),
             mlp=self._mlp(mlp_prefix, self._spec.inner_size)
             if layer.experts is None
@@ -164,6 +165,8 @@ class _DecoderLoader:
             after_mlp=self._optional_norm(prefix, names.after_mlp),
             residual_scale=self._spec.residual_scale,
         )
+        made.whole = whole_layer(made, self._dtype) or made.whole
+        return made
 
     # --- attention ---
 

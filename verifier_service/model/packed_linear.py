@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider.verifier_service.cpu.kernels import load_kernels
+from outrider.verifier_service.cpu.kernels import Product, address_of, load_kernels
 from outrider.verifier_service.model.config import Quantization
 
 # oneDNN picks the layout for this number of rows; 8 was best or equal for 1 to 512 rows
@@ -96,6 +96,14 @@ class PanelLinear(nn.Module):
             *(packed.data_ptr(), output.data_ptr(), packed.shape[0], packed.stride(0), torch.get_num_threads()),
         )
         return output
+
+
+    def product(self) -> Product:
+        """Return what `cpu/layer.cpp` multiplies with; it holds addresses, which are this layer's."""
+        parts = {"panels": self._panels, "scales": self._scales, "bias": self._bias}
+        addresses = {name: None if part is None else part.data_ptr() for name, part in parts.items()}
+        multiply = address_of(self._multiply)
+        return Product(multiply, **addresses, in_features=self.in_features, out_features=self.out_features)
 
 
 def to_panels(weight: torch.Tensor) -> torch.Tensor:

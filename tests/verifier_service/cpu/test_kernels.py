@@ -91,12 +91,12 @@ def test_only_plain_tensors_on_a_cpu_have_kernels():
     assert kernels_of(torch.empty(1, dtype=torch.float16)) is None
 
 
-def test_the_arguments_of_attention_are_those_of_the_kernel_in_its_order():
-    (source,) = (path for path in kernels.SOURCES if path.name == "attention.cpp")
-    text = source.read_text()
-    struct = text[text.index("struct Attend {") : text.index("};")]
-    declared = re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*", "", struct))
-    assert [name for name, _ in kernels.Attend._fields_] == declared
+@pytest.mark.parametrize("own", [kernels.Attend, kernels.Product, kernels.Norm, kernels.Layer])
+def test_the_fields_of_a_structure_are_those_of_the_kernels_in_their_order(own):
+    text = "".join(path.read_text() for path in kernels.SOURCES)
+    struct = text[text.index(f"struct {own.__name__} {{") :]
+    declared = re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*", "", struct[: struct.index("};")]))
+    assert [name for name, _ in own._fields_] == declared
 
 
 SIZES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
