@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from outrider.lab.same_tokens import num_identical
 
 PREFIX = Path(__file__).parent / "prefix.txt"
 NUM_PREFIX_TOKENS = 1500
+MAX_CHARS_PER_TOKEN = 8  # on the average of a program's text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +24,15 @@ class Load:
     concurrency: int
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
+    is_first_token: bool = False  # a prompt alone; warm-up and repeats have one each, which no prefix cache has seen
 
     @property
     def batches(self) -> list[tuple[tuple[int, ...], ...]]:
         return [self.prompts[i : i + self.concurrency] for i in range(0, len(self.prompts), self.concurrency)]
+
+    def batches_of(self, repeat: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Return what a repeat asks; the first batch is the warm-up's."""
+        return self.batches[repeat + 1 : repeat + 2] if self.is_first_token else self.batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,27 @@ def prefixed_prompts(
     """Put one document of `NUM_PREFIX_TOKENS` in front of every prompt."""
     prefix = tuple(encode_text(PREFIX.read_text()))[:NUM_PREFIX_TOKENS]
     return [prefix + prompt for prompt in prompts]
+
+
+def long_prompts(
+    encode_text: Callable[[str], Sequence[int]], lengths: Sequence[int], taken: Collection[int]
+) -> list[tuple[int, ...]]:
+    """Cut the standard library's sources into prompts of these lengths; raises `ValueError` where they are too short.
+
+    No two begin with the same token, and none with one of `taken`: they have no prefix in common.
+    """
+    text = "".join(file.read_text("utf-8") for file in sorted(Path(os.__file__).parent.glob("*.py")))
+    tokens = encode_text(text[: MAX_CHARS_PER_TOKEN * sum(lengths)])
+    prompts: list[tuple[int, ...]] = []
+    begins, end = set(taken), 0
+    for length in lengths:
+        begin = next((i for i in range(end, len(tokens) - length + 1) if tokens[i] not in begins), None)
+        if begin is None:
+            raise ValueError(f"the standard library's text is too short for {len(lengths)} prompts of their own")
+        begins.add(tokens[begin])
+        end = begin + length
+        prompts.append(tuple(tokens[begin:end]))
+    return prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +111,7 @@ def measure(
         for load in loads:
             for peer in order if repeat % 2 == 0 else reversed(order):
                 on_run(f"{peer.name}, {load.name}")
-                if answers := ask(peer, load, load.batches):
+                if answers := ask(peer, load, load.batches_of(repeat)):
                     samples.append(_sample(peer.name, load, repeat, answers))
     kept = tuple(sample for sample in samples if (sample.peer, sample.load) not in failures)
     return Measured(samples=kept, failures=failures)
@@ -91,18 +119,24 @@ def measure(
 
 def _sample(peer: str, load: Load, repeat: int, answers: Sequence[Answer]) -> Sample:
     elapsed_s = sum(answer.elapsed_s for answer in answers)
+    token_ids = [tokens for answer in answers for tokens in answer.token_ids]
     return Sample(
         peer=peer,
         load=load.name,
         repeat=repeat,
-        tokens_per_s=len(load.prompts) * load.max_tokens / elapsed_s,
-        token_ids=[tokens for answer in answers for tokens in answer.token_ids],
+        tokens_per_s=len(token_ids) * load.max_tokens / elapsed_s,
+        token_ids=token_ids,
     )
 
 
 def median_speed(samples: Sequence[Sample], peer: str, load: str) -> float:
     """Return a peer's tokens per second, the median of its repeats."""
     return statistics.median(s.tokens_per_s for s in samples if (s.peer, s.load) == (peer, load))
+
+
+def median_first_token_ms(samples: Sequence[Sample], peer: str, load: str) -> float:
+    """Return a peer's milliseconds to the one token of a prompt alone, the median of its repeats."""
+    return statistics.median(1e3 / s.tokens_per_s for s in samples if (s.peer, s.load) == (peer, load))
 
 
 def paired_ratio(samples: Sequence[Sample], peer: str, other: str, load: str) -> float:

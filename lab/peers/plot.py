@@ -7,7 +7,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from outrider.lab.peers.measure import median_speed
 from outrider.lab.peers.report import PeersResult
 
 BAR_SHARE = 0.8  # of the room between two engines
@@ -15,7 +14,7 @@ MAX_COLUMNS = 4  # loads side by side
 
 
 def plot(result: PeersResult, path: Path) -> None:
-    """Draw a bar for every peer at every load, as one PNG: tokens/s, each load on a scale of its own."""
+    """Draw a bar for every peer at every load, as one PNG: tokens/s or ms, each load on a scale of its own."""
     names = [peer.name for peer in result.peers]
     num_columns = min(len(result.loads), MAX_COLUMNS)
     num_rows = math.ceil(len(result.loads) / num_columns)
@@ -25,15 +24,14 @@ def plot(result: PeersResult, path: Path) -> None:
     for spare in grid.flat[len(result.loads) :]:
         spare.set_axis_off()
     for axes, load in zip(grid.flat, result.loads, strict=False):
-        samples = result.measured.samples
-        speeds = [median_speed(samples, name, load.name) if result.has(name, load) else 0.0 for name in names]
+        values = [result.median(load, name) for name in names]
         colors = ["tab:orange" if name.startswith("Outrider") else "tab:gray" for name in names]
-        bars = axes.barh(names, speeds, height=BAR_SHARE, color=colors)
-        axes.bar_label(bars, [f"{speed:.0f}" if speed else "none" for speed in speeds], padding=3)
+        bars = axes.barh(names, values, height=BAR_SHARE, color=colors)
+        axes.bar_label(bars, [f"{value:.0f}" if value else "none" for value in values], padding=3)
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.set_title(load.name, fontsize=10)
-        axes.set_xlabel("tokens/s")
+        axes.set_xlabel("ms, smaller is better" if load.is_first_token else "tokens/s")
         if axes not in grid[:, 0]:
             axes.set_yticklabels([])
     figure.savefig(path, format="png", dpi=110)

@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.peers.arms import BASELINE
-from outrider.lab.peers.measure import Load, Measured, equal_prompts, median_speed, paired_ratio
+from outrider.lab.peers.measure import Load, Measured, equal_prompts, median_first_token_ms, median_speed, paired_ratio
 from outrider.lab.report import Column, Report, Section
 
 
@@ -41,15 +41,22 @@ class PeersResult:
         """Say whether a peer was measured at a load."""
         return any((sample.peer, sample.load) == (name, load.name) for sample in self.measured.samples)
 
-    def speed(self, load: Load, peer: PeerFacts) -> str:
-        """Write tokens/s, and the ratio to our engine with speculation off in the same repeats."""
+    def median(self, load: Load, name: str) -> float:
+        """Return a peer's tokens/s at a load, or milliseconds where it is a first token's; 0 without a figure."""
+        if not self.has(name, load):
+            return 0.0
+        of_samples = median_first_token_ms if load.is_first_token else median_speed
+        return of_samples(self.measured.samples, name, load.name)
+
+    def figure(self, load: Load, peer: PeerFacts) -> str:
+        """Write a peer's median, and its ratio to our engine with speculation off in the same repeats."""
         if not self.has(peer.name, load):
             return NOTHING
-        samples = self.measured.samples
-        speed = median_speed(samples, peer.name, load.name)
+        median = f"{self.median(load, peer.name):.0f}"
         if not self.has(BASELINE, load):
-            return f"{speed:.0f}"
-        return f"{speed:.0f} ({paired_ratio(samples, peer.name, BASELINE, load.name):.2f})"
+            return median
+        pair = (BASELINE, peer.name) if load.is_first_token else (peer.name, BASELINE)  # times, not speeds
+        return f"{median} ({paired_ratio(self.measured.samples, *pair, load.name):.2f})"
 
     def equality(self, peer: PeerFacts) -> str:
         """Write the share of the first load's prompts of which both make the same."""
@@ -67,6 +74,11 @@ class PeersResult:
             f"repeats, {first.max_tokens} tokens of each prompt, {len(first.prompts)} prompts or more a load.",
             f"same tokens: share of the prompts of {first.name!r} of which {BASELINE!r} makes the same.",
         ]
+        if any(load.is_first_token for load in self.loads):
+            notes.append(
+                "first token of n, ms: from asking for 1 token after a prompt of n tokens, alone, to the answer, and "
+                "in brackets the ratio of times: smaller is better here. Every repeat's prompt is new to every cache."
+            )
         if self.has(BASELINE, first):
             steps_per_s = median_speed(self.measured.samples, BASELINE, first.name) / first.concurrency
             notes.append(
@@ -91,7 +103,7 @@ def report_of(result: PeersResult) -> Report[PeerFacts]:
             Column("version", lambda peer: peer.version, is_text=True),
             Column("ready", lambda peer: f"{peer.ready_s:.1f} s"),
             Column("memory", _memory),
-            *(Column[PeerFacts](load.name, partial(result.speed, load)) for load in result.loads),
+            *(Column[PeerFacts](load.name, partial(result.figure, load)) for load in result.loads),
             Column("same tokens", result.equality),
         ],
         sections=[Section("", result.peers)],

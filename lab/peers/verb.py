@@ -2,6 +2,7 @@
 
     each peer in a process of its own: loaded, then waiting for its turn
     for each repeat, for each load, for each peer: the same prompts, so many at a time, greedy, exactly so many tokens
+    a load of `--first-token` has one long prompt a repeat, and a new one each time
 
 Nothing heavy is imported before the verb runs.
 """
@@ -9,8 +10,10 @@ Nothing heavy is imported before the verb runs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,14 @@ DEFAULT_ENVIRONMENTS = Path("build/peers")
 PLAIN_WIDTH = 200
 
 
+def _lengths(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read an option's lengths, which may be none."""
+    lengths = numbers(context, parameter, value) if value else ()
+    if any(length < 1 for length in lengths):
+        raise click.BadParameter("expected lengths of 1 or more")
+    return lengths
+
+
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.argument("model")
 @click.option(
@@ -49,6 +60,13 @@ PLAIN_WIDTH = 200
 @click.option("--num-prompts", type=click.IntRange(1, 64), default=16, show_default=True, help="Of a load, at least.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of every prompt, exactly.")
 @click.option("--prefix/--no-prefix", default=False, show_default=True, help="Also with a shared document in front.")
+@click.option(
+    "--first-token",
+    "first_token_lengths",
+    default="",
+    callback=_lengths,
+    help="Also the time to the first token of prompts of so many tokens, say 512,2048; at most the model's limit - 1.",
+)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Figures are their medians.")
 @click.option("--only", multiple=True, help="A peer's name, or the beginning of several; may be given several times.")
 @files("json", "markdown", "plot")
@@ -85,6 +103,7 @@ def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -
     config = ModelConfig(path=path_of(model), dtype=options["dtype"])
     threads = num_threads or len(os.sched_getaffinity(0))
     loads = _loads(config, options)
+    loads += _first_token_loads(config, options["first_token_lengths"], repeats, loads)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))
         chosen, missing = _peers(model, config, loads, folder, options)
@@ -132,6 +151,7 @@ def _peers(
         half = folder / "half.gguf"
         write_half_gguf(Path(config.path), half)
     head = drafter_paths(model).get(Method.EAGLE3)
+    longest = max(len(prompt) + load.max_tokens for load in loads for prompt in load.prompts)
     found, missing = all_peers(
         options["environments"],
         model=resolve_folder(config),
@@ -140,7 +160,7 @@ def _peers(
         half_gguf=half,
         dtype=config.dtype,
         max_num_seqs=max(load.concurrency for load in loads),
-        max_model_len=max(len(prompt) + load.max_tokens for load in loads for prompt in load.prompts) + 1,
+        max_model_len=min(longest + 1, _limit(config)),
     )
     only = options["only"]
     return [peer for peer in found if not only or peer.name.startswith(tuple(only))], missing
@@ -164,4 +184,34 @@ def _loads(config: ModelConfig, options: Mapping[str, Any]) -> list[Load]:
         )
         for kind, prompts in kinds.items()
         for concurrency in options["concurrencies"]
+    ]
+
+
+def _limit(config: ModelConfig) -> int:
+    """Return how many tokens a sequence of the model may have."""
+    from outrider.verifier_service.model.architectures import read_description, resolve_description
+    from outrider.verifier_service.model.settled import own_limit
+
+    return own_limit(read_description(resolve_description(config), config))
+
+
+def _first_token_loads(config: ModelConfig, lengths: Sequence[int], repeats: int, others: Sequence[Load]) -> list[Load]:
+    """Return a load for every length that leaves room for a token; their prompts begin as none of the others' do."""
+    from outrider.lab.peers.measure import Load, long_prompts
+    from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(config)
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)  # it would warn of the length
+    fitting = dict.fromkeys(min(length, _limit(config) - 1) for length in lengths)
+    taken = {prompt[0] for load in others for prompt in load.prompts}
+    prompts = iter(long_prompts(encode, [length for length in fitting for _ in range(repeats + 1)], taken))
+    return [
+        Load(
+            name=f"first token of {length}, ms",
+            concurrency=1,
+            prompts=tuple(itertools.islice(prompts, repeats + 1)),
+            max_tokens=1,
+            is_first_token=True,
+        )
+        for length in fitting
     ]

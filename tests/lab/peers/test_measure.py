@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+import pytest
+
 from outrider.lab.chat_prompts import PROMPTS, chat_prompts
 from outrider.lab.peers.arms import BASELINE, PLACEBO, all_peers
 from outrider.lab.peers.measure import (
@@ -14,7 +16,9 @@ from outrider.lab.peers.measure import (
     Measured,
     Sample,
     equal_prompts,
+    long_prompts,
     measure,
+    median_first_token_ms,
     median_speed,
     paired_ratio,
     prefixed_prompts,
@@ -28,12 +32,14 @@ class FakePeer:
     name: str
     elapsed_s: float
     asked: list[int] = field(default_factory=list)
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
     most: int = 99  # prompts at a time
 
     def run(self, prompts, max_tokens: int) -> Answer:
         if len(prompts) > self.most:
             raise PeerError(f"{self.name} took {self.most} prompts, not {len(prompts)}")
         self.asked.append(len(prompts))
+        self.prompts += prompts
         return Answer(elapsed_s=self.elapsed_s, token_ids=[[len(prompt)] * max_tokens for prompt in prompts])
 
 
@@ -54,6 +60,31 @@ def test_every_repeat_asks_all_of_them_in_an_order_that_turns():
     assert median_speed(samples, "a", "1 at a time") == 4 * 8 / 2.0
     assert median_speed(samples, "b", "3 at a time") == 4 * 8 / 2.0
     assert paired_ratio(samples, "a", "b", "1 at a time") == 2.0
+
+
+def first_token_load(length: int, repeats: int) -> Load:
+    prompts = tuple((n + 7,) * length for n in range(repeats + 1))
+    return Load(name=f"first of {length}", concurrency=1, prompts=prompts, max_tokens=1, is_first_token=True)
+
+
+def test_a_first_token_is_of_another_prompt_in_every_repeat():
+    peers, loads = [FakePeer(BASELINE, 0.5), FakePeer("slow", 1.0)], (load(1), first_token_load(3, repeats=2))
+    measured = measure(peers, loads, repeats=2, on_run=lambda _: None)
+    assert [prompt for prompt in peers[0].prompts if prompt in loads[1].prompts] == list(loads[1].prompts)
+    assert median_first_token_ms(measured.samples, "slow", "first of 3") == 1000
+    facts = (PeerFacts(BASELINE, "0.1", 2.0, None), PeerFacts("slow", "7", 1.0, None))
+    page = report_of(page_of(measured, loads, facts)).to_markdown()
+    assert "| slow | 7 | 1.0 s | - | 8 (0.50) | 1000 (2.00) | 100% |" in page
+    assert "smaller is better here" in page
+
+
+def test_long_prompts_have_their_lengths_and_no_prefix_in_common():
+    lengths, taken = [5, 5, 700], {ord("f"), ord('"')}
+    prompts = long_prompts(lambda text: list(map(ord, text)), lengths, taken)
+    assert [len(prompt) for prompt in prompts] == lengths
+    assert len({prompt[0] for prompt in prompts} - taken) == 3
+    with pytest.raises(ValueError, match="too short for 2 prompts"):
+        long_prompts(lambda text: [7] * len(text), [5, 5], ())
 
 
 def test_a_peer_that_fails_a_load_loses_that_figure_alone():

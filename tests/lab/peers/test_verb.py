@@ -28,7 +28,7 @@ def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch,
     monkeypatch.setattr("outrider.lab.peers.verb._loads", lambda *_: [tiny_load()])
     found, page = tmp_path / "found.json", tmp_path / "page.md"
     pair = [str(embedded.target_path()), "--draft-model", str(embedded.draft_path())]
-    arguments = [*pair, "--dtype", "float32", "--repeats", "1", "--threads", "1"]
+    arguments = [*pair, "--dtype", "float32", "--repeats", "1", "--threads", "1", "--first-token", "20,99999,88888"]
     picture = tmp_path / "bars.png"
     outputs = ["--json", str(found), "--markdown", str(page), "--environments", str(tmp_path), "--plot", str(picture)]
     chosen = [option for name in only for option in ("--only", name)]
@@ -36,6 +36,10 @@ def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch,
     assert result.exit_code == 0, result.output
     read = json.loads(found.read_text())
     assert tuple(peer["name"] for peer in read["peers"]) == names
+    assert [sample["load"] for sample in read["samples"][len(names) :]] == [
+        *["first token of 20, ms"] * len(names),
+        *["first token of 2047, ms"] * len(names),  # what the model has room for
+    ]
     assert page.read_text().count("100% |") == len(names), page.read_text()
     assert read["missing"].keys() == {
         *("vLLM", "vLLM look-up", "vLLM draft model", "vLLM from our pool"),
