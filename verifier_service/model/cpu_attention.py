@@ -140,8 +140,11 @@ class WholeLayer:
         assert isinstance(mlp, GatedMLP)
         linears = {"qkv": attention.qkv, "output": attention.output, "gate_up": mlp.gate_up, "down": mlp.down}
         norms = {
-            **{"before_attention": layer.before_attention, "after_attention": layer.after_attention},
-            **{"before_mlp": layer.before_mlp, "after_mlp": layer.after_mlp, "heads": attention.norm},
+            "before_attention": layer.before_attention,
+            "after_attention": layer.after_attention,
+            "before_mlp": layer.before_mlp,
+            "after_mlp": layer.after_mlp,
+            "heads": attention.norm,
         }
         self._sinks = None if options.sinks is None else options.sinks.float().contiguous()  # kept: addresses follow
         self._layer = cpu.Layer(
