@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -182,7 +182,7 @@ def _request(index: int, offline: OfflineEngine) -> GenerationRequest:
 @contextlib.contextmanager
 def _hooks(model: PackedModel, end: Callable[[str], None]) -> Iterator[None]:
     """Tell the parts of a forward as they end."""
-    from outrider.verifier_service.model.decoder import Attention, Decoder
+    from outrider.verifier_service.model.decoder import Attention, Decoder, DecoderLayer
     from outrider.verifier_service.model.packed_linear import Int8Linear, PackedLinear, PanelLinear, PlainLinear
 
     if not isinstance(model, Decoder):
@@ -204,7 +204,7 @@ def _hooks(model: PackedModel, end: Callable[[str], None]) -> Iterator[None]:
         before(model, lambda: end("prepare"))
         for layer in model.layers:  # in one call a layer has no parts
             hooks.callback(setattr, layer, "whole", layer.whole)
-            layer.whole = lambda hidden, turn, attend: None
+            cast(DecoderLayer, layer).whole = lambda hidden, turn, attend: None
         for module in model.modules():
             if isinstance(module, Attention):
                 before(module, lambda: enter(True))

@@ -305,7 +305,8 @@ inline void multiply_tiles(const Linear& a, const RowTiles& tiles, int32_t tile,
     const TileRows own = {tiles.rows + rows[0] * tiles.stride, tiles.rows + rows[1] * tiles.stride, tiles.stride};
     for (int32_t count; panel < stop; panel += count, weights += count * num_blocks * TILE_NUMBERS) {
         count = std::min(panels_at_once(num_tiles), stop - panel);
-        sum_tiles(num_tiles, count, own, weights, num_blocks, {sums, TILE_SIZE, PANEL, 2 * PANEL}, false, ahead);
+        sum_tiles(num_tiles, count, own, {weights, num_blocks, num_blocks * TILE_NUMBERS},
+                  {sums, TILE_SIZE, PANEL, 2 * PANEL}, false, ahead);
         const bool is_plain = !a.scales && !a.bias && (panel + count) * CHANNELS <= a.out_features;
         for (int32_t i = 0; i < num_tiles * tiles.size; ++i) {
             const int32_t t = i / tiles.size, r = i % tiles.size, row = rows[t] + r;

@@ -155,11 +155,15 @@ struct TileRows {
     int64_t stride;
 };
 
-// Multiply TILES tiles of rows with PANELS panels, [num_blocks, 16 pairs of inputs, 16 channels, 2] each and one after
-// the other, at most 4 tiles of sums. With `is_more`, add to what the sums are.
+// Panels, [num_blocks, 16 pairs of inputs, 16 channels, 2] each; `stride` numbers from one to the next.
+struct Panels {
+    const BFloat16* first;
+    int64_t num_blocks, stride;
+};
+
+// Multiply TILES tiles of rows with PANELS panels, at most 4 tiles of sums. With `is_more`, add to what the sums are.
 template <int32_t TILES, int32_t PANELS>
-void sum_whole(const TileRows& rows, const BFloat16* weights, int64_t num_blocks, const SumTiles& sums, bool is_more,
-               Ahead ahead) {
+void sum_whole(const TileRows& rows, const Panels& panels, const SumTiles& sums, bool is_more, Ahead ahead) {
     static_assert(TILES * PANELS <= 4);
     constexpr int32_t FIRST = ROW_TILE, SECOND = ROW_TILE + 1, EVEN = WEIGHT_TILE, ODD = WEIGHT_TILE + 1;
     const int64_t row_bytes = rows.stride * sizeof(BFloat16), sum_bytes = sums.row * sizeof(float);
@@ -172,8 +176,8 @@ void sum_whole(const TileRows& rows, const BFloat16* weights, int64_t num_blocks
     } else {
         clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
     }
-    for (int64_t block = 0; block < num_blocks; ++block) {
-        const auto weight = [&](int32_t panel) { return weights + (panel * num_blocks + block) * TILE_NUMBERS; };
+    for (int64_t block = 0; block < panels.num_blocks; ++block) {
+        const auto weight = [&](int32_t p) { return panels.first + p * panels.stride + block * TILE_NUMBERS; };
         for (int64_t line = 0; line < ahead.bytes; line += TILE_ROW_BYTES) __builtin_prefetch(ahead.from + line, 0, 2);
         ahead.from += ahead.bytes;
         stream_tile<FIRST>(rows.first + block * TILE_INPUTS, row_bytes);
@@ -195,11 +199,11 @@ void sum_whole(const TileRows& rows, const BFloat16* weights, int64_t num_blocks
 // How many panels are multiplied at a time with so many tiles of rows.
 inline int32_t panels_at_once(int32_t num_tiles) { return num_tiles == 1 ? 4 : 2; }
 
-inline void sum_tiles(int32_t num_tiles, int32_t num_panels, const TileRows& rows, const BFloat16* weights,
-                      int64_t num_blocks, const SumTiles& sums, bool is_more, Ahead ahead) {
+inline void sum_tiles(int32_t num_tiles, int32_t num_panels, const TileRows& rows, const Panels& panels,
+                      const SumTiles& sums, bool is_more, Ahead ahead) {
     constexpr decltype(&sum_whole<1, 1>) BY_SHAPE[] = {sum_whole<1, 1>, sum_whole<1, 2>, sum_whole<1, 3>,
                                                        sum_whole<1, 4>, sum_whole<2, 1>, sum_whole<2, 2>};
-    BY_SHAPE[(num_tiles - 1) * 4 + num_panels - 1](rows, weights, num_blocks, sums, is_more, ahead);
+    BY_SHAPE[(num_tiles - 1) * 4 + num_panels - 1](rows, panels, sums, is_more, ahead);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ Our kernel reads keys and values in place; `AttentionContext` is its reference, 
 from __future__ import annotations
 
 import ctypes
+from typing import cast
 
 import torch
 from torch import nn
@@ -148,7 +149,7 @@ class WholeLayer:
         }
         self._sinks = None if options.sinks is None else options.sinks.float().contiguous()  # kept: addresses follow
         self._layer = cpu.Layer(
-            **{name: linear.product() for name, linear in linears.items()},
+            **{name: cast(PanelLinear, linear).product() for name, linear in linears.items()},
             **{name: _norm(norm) for name, norm in norms.items()},
             **kernels.addresses(mlp.activation, dtype),
             num_kv_heads=attention.shape.num_kv_heads,

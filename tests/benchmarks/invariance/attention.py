@@ -17,7 +17,7 @@ from outrider.verifier_service.model.attention import AttentionOptions, KVPool, 
 from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
 
 BLOCK_SIZE = 16
-LENGTHS = (1, 7, 40, 150, 300, 102)  # tokens of the sequences; the whole population
+LENGTHS = (1, 7, 40, 150, 600, 102)  # tokens of the sequences; one is longer than a block of tiles' softmax
 MOST_NODES = 6  # of a tree
 
 

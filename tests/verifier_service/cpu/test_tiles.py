@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.cpu.isa import PLAYED_TILES, Isa
+from outrider.verifier_service.cpu.isa import Isa
 from outrider.verifier_service.cpu.kernels import Kernels, own_isa
 from outrider.verifier_service.model.packed_linear import TILE_INPUTS, to_panels
+from tiny.played_tiles import played_tiles
 
 # tiles and panels that are whole and that are not, and one long sum
 SHAPES = ((64, 96), (48, 32), (50, 34), (7, 2), (100, 610), (33, 1536))
@@ -20,10 +19,7 @@ CASES = ("bfloat16", "bias", "int8 and bias")
 
 @pytest.fixture(scope="module")
 def ordered() -> Kernels:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
-    return Kernels(kernels._compile_once(compiler, (PLAYED_TILES,)), torch.bfloat16)
+    return played_tiles(torch.bfloat16)
 
 
 def drawn(*shape: int) -> torch.Tensor:

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 
 from outrider.verifier_service.cpu.isa import Isa
-from outrider.verifier_service.cpu.kernels import load_kernels, own_isa
+from outrider.verifier_service.cpu.kernels import Kernels, load_kernels, own_isa
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model import cpu_attention
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
 from outrider.verifier_service.model.cpu_attention import CpuContext, in_place_or_gathered
 from tiny.attention_steps import ANY_SCHEDULE, BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
+from tiny.played_tiles import played_tiles
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,8 @@ def batch_of(
 def drawn(batch: ScheduledBatch, dtype: torch.dtype, *, dim: int = 64) -> tuple[KVPool, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shape = LayerShape(num_kv_heads=3, head_dim=dim, value_dim=dim)
-    pool = KVPool({0: shape}, num_blocks=64, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+    num_blocks = 1 + max(map(max, batch.block_tables))
+    pool = KVPool({0: shape}, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
     for cache in (pool.keys[0], pool.values[0]):
         cache.copy_(torch.randn(cache.shape, generator=generator))
     # as a fused projection leaves them: views of one tensor
@@ -88,19 +90,24 @@ def attended(
     return make(batch, pool).attend(0, *tensors, AttentionOptions(**options))
 
 
-def test_half_precision_is_rounded_once_at_the_end():
-    batch = batch_of([9, 40, 130], [1, 5, 1])
-    got = attended(batch, torch.bfloat16)
-    pool, tensors = drawn(batch, torch.bfloat16)
-    wide = KVPool({0: LayerShape(num_kv_heads=3, head_dim=64, value_dim=64)}, num_blocks=64, block_size=BLOCK_SIZE,
-                  dtype=torch.float32, device=CPU)  # fmt: skip
+def exact(batch: ScheduledBatch, *, dim: int = 64, **options: object) -> tuple[torch.Tensor, float]:
+    """What numbers of bfloat16 give in float32, and the largest value."""
+    pool, tensors = drawn(batch, torch.bfloat16, dim=dim)
+    shapes = {0: LayerShape(num_kv_heads=3, head_dim=dim, value_dim=dim)}
+    wide = KVPool(shapes, num_blocks=pool.num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
     wide.keys[0].copy_(pool.keys[0])
     wide.values[0].copy_(pool.values[0])
-    expected = AttentionContext.of(batch, wide).attend(0, *(t.float() for t in tensors), AttentionOptions())
-    if own_isa() is Isa.AMX:  # weights are rounded, too: each by 2^-9 of its own at most, and so is their sum
-        assert (got.float() - expected).abs().max() < 2**-8 * wide.values[0].abs().max()
-        return
-    torch.testing.assert_close(got.float(), expected, atol=1e-5, rtol=2**-8)
+    outputs = AttentionContext.of(batch, wide).attend(0, *(t.float() for t in tensors), AttentionOptions(**options))
+    return outputs, wide.values[0].abs().max().item()
+
+
+def test_half_precision_is_rounded_once_at_the_end():
+    batch = batch_of([9, 40, 130], [1, 5, 1])
+    got, (expected, largest) = attended(batch, torch.bfloat16).float(), exact(batch)
+    if own_isa() is Isa.AMX:  # so are weights, each by 2^-9 of its own at most
+        assert (got - expected).abs().max() < 2**-8 * largest
+    else:
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=2**-8)
 
 
 # what sequences have after their last committed token: none, a tree, a draft of one token and two blocks of masks
@@ -120,6 +127,42 @@ def test_trees_and_masks_equal_torchs(dim: int, window: int | None):
     torch.testing.assert_close(attended(TREES, torch.float32, dim=dim, **options), expected, atol=1e-5, rtol=1e-4)
     chains = dataclasses.replace(TREES, tree_parents=[], tree_ends=[])
     assert (attended(chains, torch.float32, dim=dim, **options) - expected).abs().max() > 0.01 or window == 1
+
+
+# --- by tiles ---
+
+# within a block of the softmax and over several; chains, a prompt's chunk, trees
+LONG = batch_of(
+    [9, 530, 1100, 600, 40], [1, 5, 300, 9, 4], [[], [], [], [-1, -1, 0, 0, 1, 2, 2, 5], [-1, 0, 0]], [[]] * 5
+)
+TILED = {
+    "plain": {},
+    "scaled": {"scaling": 0.3},
+    "window": {"sliding_window": 3},
+    "long window": {"sliding_window": 550},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.linspace(-1, 2, 9)},
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> Kernels:
+    return played_tiles(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("options", TILED.values(), ids=TILED)
+def test_by_tiles_only_weights_are_rounded_too(played, options, dim):
+    got = attended(LONG, torch.bfloat16, lambda *step: CpuContext(*step, played), dim=dim, **options).float()
+    expected, largest = exact(LONG, dim=dim, **options)
+    assert (got - expected).abs().max() < 2**-8 * largest
+
+
+@pytest.mark.skipif(own_isa() is not Isa.AMX, reason="needs a processor with AMX, this one has none or may not use it")
+@pytest.mark.parametrize("options", TILED.values(), ids=TILED)
+def test_a_processors_tiles_make_the_bits_of_played_ones(played, options):
+    expected = attended(LONG, torch.bfloat16, lambda *step: CpuContext(*step, played), **options)
+    assert torch.equal(attended(LONG, torch.bfloat16, **options), expected)
 
 
 def test_without_kernels_torch_attends(monkeypatch):
