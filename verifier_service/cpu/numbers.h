@@ -77,11 +77,6 @@ inline Floats load(const Fp8* numbers) {
     return (Floats)(number | (is_nan & 0x7fc00000u) | (bits & 0x80u) << 24);
 }
 
-inline float widened(Fp8 value) {
-    const Fp8 lanes[LANES] = {value};
-    return load(lanes)[0];
-}
-
 // The first `count` numbers, at most LANES, and zeros.
 template <typename Number>
 inline Floats load_some(const Number* numbers, int32_t count) {
@@ -95,7 +90,7 @@ inline void store(float* to, const Floats& values) { std::memcpy(to, &values, si
 
 inline void store(BFloat16* to, const Floats& values) {
 #ifdef OUTRIDER_BFLOAT16_PRODUCTS
-    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);  // the same, but for numbers below the smallest normal one
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);  // numbers below the smallest normal one become 0
     std::memcpy(to, &halves, sizeof halves);
 #else
     const Words bits = (Words)values, is_nan = (Words)((bits & 0x7fffffffu) > 0x7f800000u);

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int32_t SPAN_ROWS = 192;   // query heads of a KV head at a time, at most, for one conversion of keys and values
+constexpr int32_t SPAN_ROWS = 192;  // query heads that share a conversion of keys and values
 constexpr int32_t BLOCK_PLACES = 512;
 constexpr float OCTAVES = 1.44269504f;
 constexpr int64_t SCORE_STRIDE = BLOCK_PLACES + TILE_SIZE;  // rows begin in different sets of the first cache
@@ -79,7 +79,8 @@ void to_key_panels(const Attend& a, int32_t kv_head, const int64_t* slots, int32
     const C* values = static_cast<const C*>(a.value_cache) + kv_head * a.value_dim;
     for (int32_t first = 0; first < count; first += TILE_SIZE) {
         for (int32_t i = first; i < first + TILE_SIZE; ++i) {  // both are strewn over memory: fetch the next ones
-            fetch(keys + std::max<int64_t>(0, slots[std::min(i + TILE_SIZE, count - 1)]) * a.num_kv_heads * a.head_dim, a.head_dim);
+            const int64_t next = std::max<int64_t>(0, slots[std::min(i + TILE_SIZE, count - 1)]);
+            fetch(keys + next * a.num_kv_heads * a.head_dim, a.head_dim);
             fetch(values + std::max<int64_t>(0, slots[i]) * a.num_kv_heads * a.value_dim, a.value_dim);
         }
         for (int32_t dim = 0; dim < a.head_dim; dim += TILE_INPUTS, panels += TILE_NUMBERS) {
@@ -189,12 +190,13 @@ inline void sum_panels(int32_t num_tiles, const TileRows& rows, Panels panels, i
     }
 }
 
-// Queries of a span for one KV head: their rows, [count, repeats], as tiles of `size` rows.
+// Queries of a span for one KV head: `count` rows, [queries, repeats], as tiles of `size`. Rows beyond copy the last one.
 struct SpanRows {
     int64_t token;  // packed index of the first query
-    int32_t kv_head, repeats, count, num_tiles = (count + TILE_SIZE - 1) / TILE_SIZE, size = (count + num_tiles - 1) / num_tiles;
+    int32_t kv_head, repeats, count;
+    int32_t num_tiles = (count + TILE_SIZE - 1) / TILE_SIZE, size = (count + num_tiles - 1) / num_tiles;
 
-    int32_t query(int32_t row) const { return std::min(row, count - 1) / repeats; }  // rows beyond are the last one's copies
+    int32_t query(int32_t row) const { return std::min(row, count - 1) / repeats; }
     int32_t head(int32_t row) const { return kv_head * repeats + std::min(row, count - 1) % repeats; }
 };
 
@@ -207,7 +209,9 @@ inline void attend_block(const Attend& a, const SpanRows& rows, int32_t tile, co
     for (int32_t query = rows.query(begin); query <= last; ++query) seen = std::max(seen, sights[query].end - first);
     if (seen <= 0) return;
     const int32_t width = std::min<int32_t>(count, (seen + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS);
-    const auto tiles = [&](const BFloat16* own, int64_t stride) { return TileRows{own, own + rows.size * stride, stride}; };
+    const auto tiles = [&](const BFloat16* own, int64_t stride) -> TileRows {
+        return {own, own + rows.size * stride, stride};
+    };
     const SumTiles scores = {s.scores.data(), SCORE_STRIDE, TILE_SIZE, rows.size * SCORE_STRIDE};
     const SumTiles outputs = {s.sums.data() + static_cast<int64_t>(begin) * a.value_dim, a.value_dim, TILE_SIZE,
                               static_cast<int64_t>(rows.size) * a.value_dim};
@@ -216,8 +220,9 @@ inline void attend_block(const Attend& a, const SpanRows& rows, int32_t tile, co
     for (int32_t r = 0; r < num_tiles * rows.size; ++r) {
         const Sight& sight = sights[rows.query(begin + r)];
         float* sums = s.sums.data() + static_cast<int64_t>(begin + r) * a.value_dim;
-        const float factor = soften_block(a, s.scores.data() + r * SCORE_STRIDE, {sight.begin - first, sight.end - first},
-                                          width, s.largest[begin + r], s.totals[begin + r]);
+        const float factor =
+            soften_block(a, s.scores.data() + r * SCORE_STRIDE, {sight.begin - first, sight.end - first}, width,
+                         s.largest[begin + r], s.totals[begin + r]);
         if (factor != 1.0f) {
             for (int32_t d = 0; d < a.value_dim; d += LANES) store(sums + d, load(sums + d) * factor);
         }

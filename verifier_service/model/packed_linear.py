@@ -6,8 +6,7 @@
     Fp8Linear     torch's product in FP8, where a device has one, and on a CPU
     PlainLinear   torch's own, elsewhere
 
-With AMX oneDNN is faster from some 16 rows on, but adds in another order from 33 rows on: a row's numbers would depend
-on the other rows. A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both
+oneDNN adds in another order from some number of rows on: a row's numbers depend on the other rows. A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both
 run at memory speed. This decides whether verifying a draft is free on a CPU.
 """
 

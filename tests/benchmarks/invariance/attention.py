@@ -34,6 +34,7 @@ class Heads:
 SMOLLM, LLAMA, ODD = Heads(9, 3, 64), Heads(8, 2, 128), Heads(6, 2, 24)
 VARIANTS = {
     "window": AttentionOptions(sliding_window=30),
+    "long window": AttentionOptions(sliding_window=550),
     "soft cap": AttentionOptions(softcap=2.0),
     "sinks": AttentionOptions(sinks=torch.linspace(-1, 2, SMOLLM.num_heads)),
 }
