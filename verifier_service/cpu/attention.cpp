@@ -4,8 +4,6 @@
 // microseconds per head and sequence. Here the query heads of one token that share a KV head read each key once, then
 // compute a softmax in float32 and the weighted sum of values. A row's sums do not depend on the rest of the batch:
 // decoding a token and verifying it give the same bits. With AMX, bfloat16 queries attend by tiles instead.
-//
-// Plain loops that the compiler vectorises.
 
 #include <algorithm>
 #include <cmath>
@@ -244,10 +242,10 @@ template <typename T, typename C = T>
 void attend(const Attend& a) {
     if (a.key) write_cache<T>(a);
 #ifdef OUTRIDER_HAS_TILES
-    const bool has_tiles = a.head_dim % TILE_INPUTS == 0 && a.value_dim % TILE_INPUTS == 0;
     if constexpr (std::is_same_v<T, BFloat16>) {
-        if (has_tiles) return attend_by_tiles<C>(a);
-    }
+        const bool fills_tiles = a.head_dim % TILE_INPUTS == 0 && a.value_dim % TILE_INPUTS == 0;
+        fills_tiles ? attend_by_tiles<C>(a) : attend_all<T, C, 0>(a);
+    } else
 #endif
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
         case 32: return attend_all<T, C, 32 / LANES>(a);

@@ -54,21 +54,21 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-6
 SLOW_PAIRS = "GenuineIntel"
 
 
-def chosen_isa(cpuinfo: str, wish: str | None, may_use_tiles: Callable[[], bool]) -> Isa | None:
-    """Return the instructions to use; None: torch's operators are wanted.
+def chosen_isas(cpuinfo: str, wish: str | None, may_use_tiles: Callable[[], bool]) -> tuple[Isa, ...]:
+    """Return the instructions to use, the fastest first, for a compiler that does not know them all; (): torch's.
 
     `cpuinfo` is the text of /proc/cpuinfo, "" where there is none; `wish` is the value of `VARIABLE`. Raises
     `ValueError` naming it where the processor lacks them. A system may have to permit the use of AMX.
     """
     if wish == "0":
-        return None
+        return ()
     vendor, flags = _field(cpuinfo, "vendor_id"), frozenset(_field(cpuinfo, "flags").split())
     had = [isa for isa in Isa if NEEDED[isa] <= flags and (isa is not Isa.AMX or may_use_tiles())]
     if not wish:
-        return next(isa for isa in had if isa is not Isa.AVX512_BF16 or vendor != SLOW_PAIRS)
+        return tuple(isa for isa in had if isa is not Isa.AVX512_BF16 or vendor != SLOW_PAIRS)
     if wish not in had:
         raise ValueError(f"{VARIABLE} must be 0 or one of {', '.join(had)} on this processor, not {wish!r}")
-    return Isa(wish)
+    return (Isa(wish),)
 
 
 def permit_tiles() -> bool:

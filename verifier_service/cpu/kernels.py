@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from outrider.verifier_service.cache import cache_folder
-from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa, permit_tiles
+from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isas, permit_tiles
 
 SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
 FLAGS = (  # sums keep their order, infinities and NaN stay
@@ -154,8 +154,8 @@ def kernels_of(rows: torch.Tensor) -> Kernels | None:
 @cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
     """Return the kernels for a dtype; None without a compiler, which is logged once. Raises as `wanted_isa`."""
-    path = _library()
-    return None if path is None or dtype not in (torch.float32, torch.bfloat16) else Kernels(path, dtype)
+    library = _library() if dtype in (torch.float32, torch.bfloat16) else None
+    return None if library is None else Kernels(library[1], dtype)
 
 
 def wanted_isa() -> Isa | None:
@@ -163,12 +163,13 @@ def wanted_isa() -> Isa | None:
 
     Raises `ValueError` where `isa.VARIABLE` asks for instructions that the processor lacks.
     """
-    return chosen_isa(_cpu_info(), os.environ.get(VARIABLE), permit_tiles)
+    return next(iter(_wanted_isas()), None)
 
 
 def own_isa() -> Isa | None:
     """Return the instructions that our kernels use; None: there are no kernels. Raises as `wanted_isa`."""
-    return None if _library() is None else wanted_isa()
+    library = _library()
+    return None if library is None else library[0]
 
 
 def address_of(function: Function) -> int | None:
@@ -182,22 +183,25 @@ def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Fu
     return function
 
 
+def _wanted_isas() -> tuple[Isa, ...]:
+    return chosen_isas(_cpu_info(), os.environ.get(VARIABLE), permit_tiles)
+
+
 @cache
-def _library() -> Path | None:
-    isa = wanted_isa()
-    if isa is None:
-        return None
+def _library() -> tuple[Isa, Path] | None:
+    isas = _wanted_isas()
     compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if isas and compiler is None:
         logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
         return None
-    try:
-        path = _compile_once(compiler, isa.compiler_flags)
-        ctypes.CDLL(str(path))
-        return path
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the kernels were not compiled, a step takes longer: %s", _text_of(error))
-        return None
+    for isa in isas:
+        try:
+            path = _compile_once(cast(str, compiler), isa.compiler_flags)
+            ctypes.CDLL(str(path))
+            return isa, path
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning("no kernels for %s, a step takes longer: %s", isa, _text_of(error))
+    return None
 
 
 def _compile_once(compiler: str, flags: tuple[str, ...]) -> Path:

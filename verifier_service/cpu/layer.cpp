@@ -47,8 +47,8 @@ void run(const Layer& l, Attend a, const T* hidden, const T* cosines, const T* s
     const int64_t num_rows = a.num_tokens, hidden_size = l.down.out_features, head_dim = l.head_dim;
     const int64_t query_size = l.output.in_features, heads_size = query_size + l.num_kv_heads * head_dim;
     memory.resize(num_rows * (7 * hidden_size + l.qkv.out_features + heads_size + query_size + 3 * l.down.in_features));
-    T* free = memory.data();
-    const auto room = [&](int64_t width) { return std::exchange(free, free + num_rows * width); };
+    T* unused = memory.data();
+    const auto room = [&](int64_t width) { return std::exchange(unused, unused + num_rows * width); };
     const auto multiply = [&](const Product& p, const T* rows) {
         T* own = room(p.out_features);
         p.multiply(p.in_features, p.out_features, p.panels, p.scales, p.bias, rows, own, static_cast<int32_t>(num_rows),

@@ -3,8 +3,8 @@
 // Weights are in panels of 16 output channels: the weights of all 16 for two inputs (float32: one) are adjacent, which is
 // a step. Rows of bfloat16 are widened once, so that a step is multiply-adds in float32; where the processor's bfloat16
 // products are faster, rows stay as they are; with AMX 16 steps of a panel are a tile. A row's sums are taken in the
-// order of the inputs, chunk by chunk, and do not depend on the rest of the batch: decoding a token and verifying it give
-// the same bits.
+// order of the inputs, chunk by chunk or tile by tile, and do not depend on the rest of the batch: decoding a token and
+// verifying it give the same bits.
 
 #include <algorithm>
 #include <cstdint>
@@ -303,7 +303,7 @@ inline void multiply_tiles(const Linear& a, const RowTiles& tiles, int32_t tile,
     const int64_t num_blocks = panel_steps(a.in_features, 2) / TILE_SIZE;
     const int32_t num_tiles = std::min(2, tiles.count - tile), rows[2] = {tiles.begin(tile), tiles.begin(tile + 1)};
     const TileRows own = {tiles.rows + rows[0] * tiles.stride, tiles.rows + rows[1] * tiles.stride, tiles.stride};
-    for (int32_t count; panel < stop; panel += count, weights += count * num_blocks * TILE_NUMBERS) {
+    for (int32_t count; panel < stop; panel += count, weights += count * num_blocks * TILE_NUMBERS, ahead.bytes = 0) {
         count = std::min(panels_at_once(num_tiles), stop - panel);
         sum_tiles(num_tiles, count, own, {weights, num_blocks, num_blocks * TILE_NUMBERS},
                   {sums, TILE_SIZE, PANEL, 2 * PANEL}, false, ahead);
@@ -330,10 +330,11 @@ void multiply_by_tiles(const Linear& a) {
     if (a.num_rows == 0) return;
     const int64_t num_blocks = panel_steps(a.in_features, 2) / TILE_SIZE, panel_numbers = num_blocks * TILE_NUMBERS;
     const int32_t num_panels = (a.out_features + CHANNELS - 1) / CHANNELS;
+    static thread_local std::vector<BFloat16> padded;
+    const RowTiles tiles = row_tiles(a, padded);
 #pragma omp parallel num_threads(a.num_threads) if (a.num_threads > 1)
     {
-        static thread_local std::vector<BFloat16> padded, converted;
-        const RowTiles tiles = row_tiles(a, padded);
+        static thread_local std::vector<BFloat16> converted;
         TileShapes shapes;
         shapes.set(tiles.size);
         const int32_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
@@ -361,10 +362,15 @@ void multiply_by_tiles(const Linear& a) {
 template <typename T, typename W>
 void multiply(const Linear& a) {
 #ifdef OUTRIDER_HAS_TILES
-    if constexpr (std::is_same_v<T, BFloat16>) return multiply_by_tiles<W>(a);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        multiply_by_tiles<W>(a);
+    } else
 #endif
-    if (a.num_rows <= 2) return multiply_all<T, W, 2, Product<T, W>::FEW_PANELS>(a);  // the memory is the limit
-    multiply_all<T, W, TILE_ROWS, TILE_PANELS>(a);                                    // the products are
+    if (a.num_rows <= 2) {
+        multiply_all<T, W, 2, Product<T, W>::FEW_PANELS>(a);  // the memory is the limit
+    } else {
+        multiply_all<T, W, TILE_ROWS, TILE_PANELS>(a);  // the products are
+    }
 }
 
 }  // namespace

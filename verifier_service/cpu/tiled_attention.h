@@ -3,7 +3,8 @@
 //
 // Scores are softened block by block (Dao et al., 2022, arXiv:2205.14135). A block is 512 places of the context, and a
 // query's sums go by the places of what it sees, whatever is computed beside it: its numbers do not depend on its
-// company. Weights are rounded to bfloat16; their sum is of what they were before.
+// company. (But for values that are not finite: 0 times them is NaN, in the rows of their tile.) Weights are rounded to
+// bfloat16; their sum is of what they were before.
 
 #pragma once
 
@@ -11,7 +12,11 @@
 
 #ifdef OUTRIDER_HAS_TILES
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
+
+#include "attend.h"
 
 namespace {
 

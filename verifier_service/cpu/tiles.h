@@ -4,7 +4,8 @@
 // each sum in float32 and in order (TDPBF16PS in Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2).
 // Numbers below the smallest normal one count as zero. A row's numbers do not depend on the other rows of its tile.
 //
-// With OUTRIDER_PLAYED_TILES, for tests on other processors, registers are in memory and AVX-512 makes the same sums.
+// With OUTRIDER_PLAYED_TILES, for tests on other processors, registers are in memory and AVX-512 makes the same sums,
+// but for numbers below the smallest normal one.
 //
 // Instructions are written out: the compiler's intrinsics take the names of tiles as text, and GCC 12's do not say that
 // they read memory.

@@ -82,14 +82,15 @@ class CpuContext:
         self._kernel(arguments)
         return output
 
-
-    def of_layer(self, layer_index: int) -> Attend | None:
+    def of_layer(self, layer_index: int, hidden: torch.Tensor) -> Attend | None:
         """Return the arguments for a layer's caches, for a kernel to fill in the rest; None: the caches are FP8.
 
         The kernel reads FP8 and writes none.
         """
         if self._pool.stored is not self._pool.dtype:
             return None
+        assert hidden.dtype is self._pool.dtype  # the kernel gets addresses only
+        assert len(hidden) == self._arguments.num_tokens
         caches = self._pool.keys[layer_index], self._pool.values[layer_index]
         self._arguments.key_cache, self._arguments.value_cache = (cache.data_ptr() for cache in caches)
         return self._arguments
@@ -147,7 +148,8 @@ class WholeLayer:
             "after_mlp": layer.after_mlp,
             "heads": attention.norm,
         }
-        self._sinks = None if options.sinks is None else options.sinks.float().contiguous()  # kept: addresses follow
+        self._sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        self._kept = linears, norms  # the addresses below are theirs
         self._layer = cpu.Layer(
             **{name: cast(PanelLinear, linear).product() for name, linear in linears.items()},
             **{name: _norm(norm) for name, norm in norms.items()},
@@ -166,7 +168,7 @@ class WholeLayer:
         """Map [num_tokens, hidden_size] to the same shape; None: this step wants the layer's parts."""
         if hidden.shape[0] > MAX_ROWS or hidden.dtype is not self._dtype or not isinstance(attend, CpuContext):
             return None
-        arguments = attend.of_layer(self._index)
+        arguments = attend.of_layer(self._index, hidden)
         if arguments is None or hidden.requires_grad or not hidden.is_contiguous():
             return None
         output = torch.empty_like(hidden)
@@ -177,8 +179,8 @@ class WholeLayer:
 
 def whole_layer(layer: DecoderLayer, dtype: torch.dtype) -> WholeLayer | None:
     """Return a layer in one call; None: it has parts that `cpu/layer.cpp` does not know, or there is no compiler."""
-    attention, mlp, kernels = layer.attention, layer.mlp, load_kernels(dtype)
-    if kernels is None or type(attention) is not Attention or type(mlp) is not GatedMLP or layer.scale != 1.0:
+    attention, mlp = layer.attention, layer.mlp
+    if type(attention) is not Attention or type(mlp) is not GatedMLP or layer.scale != 1.0:
         return None
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
@@ -187,10 +189,10 @@ def whole_layer(layer: DecoderLayer, dtype: torch.dtype) -> WholeLayer | None:
         and all(isinstance(norm, Norm | nn.Identity) for norm in norms)
         and (attention.norm is None or isinstance(attention.norm, HeadNorm))
         and attention.shape.head_dim == attention.shape.value_dim
-        and mlp.activation in kernels.activations
         and attention.group.size == 1
     )
-    return WholeLayer(layer, kernels, dtype) if is_known else None
+    kernels = load_kernels(dtype) if is_known else None  # not on a GPU: compiling takes a while
+    return None if kernels is None or mlp.activation not in kernels.activations else WholeLayer(layer, kernels, dtype)
 
 
 def _norm(norm: nn.Module | None) -> cpu.Norm:

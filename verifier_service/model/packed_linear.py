@@ -6,8 +6,9 @@
     Fp8Linear     torch's product in FP8, where a device has one, and on a CPU
     PlainLinear   torch's own, elsewhere
 
-oneDNN adds in another order from some number of rows on: a row's numbers depend on the other rows. A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both
-run at memory speed. This decides whether verifying a draft is free on a CPU.
+oneDNN adds in another order from some number of rows on: a row's numbers depend on the other rows. A plain float32
+linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both run at memory speed. This decides
+whether verifying a draft is free on a CPU.
 """
 
 from __future__ import annotations
@@ -95,7 +96,6 @@ class PanelLinear(nn.Module):
             *(packed.data_ptr(), output.data_ptr(), packed.shape[0], packed.stride(0), torch.get_num_threads()),
         )
         return output
-
 
     def product(self) -> Product:
         """Return what `cpu/layer.cpp` multiplies with; it holds addresses, which are this layer's."""

@@ -19,7 +19,7 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import NOTHING, markdown_table
 from outrider.lab.report import describe_machine, files, show_page
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isa, permit_tiles
+from outrider.verifier_service.cpu.isa import VARIABLE, Isa, chosen_isas, permit_tiles
 
 TORCH = "0"
 TESTS = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def own_paths() -> list[str]:
     paths: list[str] = []
     for isa in Isa:
         try:
-            chosen_isa(kernels._cpu_info(), isa, permit_tiles)
+            chosen_isas(kernels._cpu_info(), isa, permit_tiles)
         except ValueError:
             continue
         paths.append(isa.value)

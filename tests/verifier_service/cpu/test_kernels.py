@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,25 @@ def test_without_a_compiler_there_are_none_and_the_log_says_so(fresh, monkeypatc
     with caplog.at_level(logging.WARNING):
         assert kernels.load_kernels(torch.float32) is None
     assert "no C++ compiler" in caplog.text
+
+
+def test_a_compiler_that_does_not_know_all_instructions_compiles_with_fewer(fresh, monkeypatch, caplog):
+    isas = kernels._wanted_isas()
+    if len(isas) < 2:
+        pytest.skip("needs a processor with more than the baseline's instructions")
+    real, refused = kernels._compile_once, []
+
+    def old(compiler: str, flags: tuple[str, ...]) -> Path:
+        if not refused:
+            refused.append(flags)
+            raise OSError("unknown instructions")
+        return real(compiler, flags)
+
+    monkeypatch.setattr(kernels, "_compile_once", old)
+    with caplog.at_level(logging.WARNING):
+        assert kernels.own_isa() is isas[1]
+    assert refused == [isas[0].compiler_flags]
+    assert f"no kernels for {isas[0]}" in caplog.text
 
 
 def test_a_compiler_that_fails_is_told_with_its_words(fresh, monkeypatch, caplog):

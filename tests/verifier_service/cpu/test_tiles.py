@@ -59,6 +59,15 @@ def test_sums_are_those_of_even_and_of_odd_inputs_tile_by_tile(ordered, shape):
     assert torch.equal(multiplied(ordered, rows, shape, "bfloat16"), totals.bfloat16())
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rows_sums_are_the_same_alone_and_in_company(ordered, shape, case):
+    rows = rows_of_a_view(max(NUM_ROWS), shape[1])
+    alone = torch.cat([multiplied(ordered, row[None], shape, case) for row in rows])
+    for num_rows in NUM_ROWS:
+        assert torch.equal(multiplied(ordered, rows[:num_rows], shape, case), alone[:num_rows]), num_rows
+
+
 @pytest.mark.skipif(own_isa() is not Isa.AMX, reason="needs a processor with AMX, this one has none or may not use it")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

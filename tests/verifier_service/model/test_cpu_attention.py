@@ -71,33 +71,40 @@ def batch_of(
     )
 
 
-def drawn(batch: ScheduledBatch, dtype: torch.dtype, *, dim: int = 64) -> tuple[KVPool, list[torch.Tensor]]:
+def drawn(
+    batch: ScheduledBatch, dtype: torch.dtype, *, dim: int = 64, heads: tuple[int, int] = (9, 3), fp8: bool = False
+) -> tuple[KVPool, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    shape = LayerShape(num_kv_heads=3, head_dim=dim, value_dim=dim)
-    num_blocks = 1 + max(map(max, batch.block_tables))
-    pool = KVPool({0: shape}, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+    shape, (num_heads, num_kv_heads) = LayerShape(num_kv_heads=heads[1], head_dim=dim, value_dim=dim), heads
+    num_blocks, stored = 1 + max(map(max, batch.block_tables)), torch.float8_e4m3fn if fp8 else None
+    pool = KVPool({0: shape}, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU, stored=stored)
     for cache in (pool.keys[0], pool.values[0]):
         cache.copy_(torch.randn(cache.shape, generator=generator))
     # as a fused projection leaves them: views of one tensor
-    fused = torch.randn(batch.num_tokens, 15, dim, generator=generator).to(dtype)
-    return pool, [fused[:, :9], fused[:, 9:12], fused[:, 12:]]
+    fused = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, dim, generator=generator).to(dtype)
+    return pool, list(fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
 
 
 def attended(
-    batch: ScheduledBatch, dtype: torch.dtype, make=in_place, *, dim: int = 64, **options: object
+    batch: ScheduledBatch, dtype: torch.dtype, make=in_place, *, dim=64, heads=(9, 3), fp8=False, **options: object
 ) -> torch.Tensor:
-    pool, tensors = drawn(batch, dtype, dim=dim)
+    pool, tensors = drawn(batch, dtype, dim=dim, heads=heads, fp8=fp8)
     return make(batch, pool).attend(0, *tensors, AttentionOptions(**options))
 
 
-def exact(batch: ScheduledBatch, *, dim: int = 64, **options: object) -> tuple[torch.Tensor, float]:
+def exact(
+    batch: ScheduledBatch, *, dim: int = 64, heads=(9, 3), fp8=False, **options: object
+) -> tuple[torch.Tensor, float]:
     """What numbers of bfloat16 give in float32, and the largest value."""
-    pool, tensors = drawn(batch, torch.bfloat16, dim=dim)
-    shapes = {0: LayerShape(num_kv_heads=3, head_dim=dim, value_dim=dim)}
+    pool, tensors = drawn(batch, torch.bfloat16, dim=dim, heads=heads, fp8=fp8)
+    shapes = {0: LayerShape(num_kv_heads=heads[1], head_dim=dim, value_dim=dim)}
     wide = KVPool(shapes, num_blocks=pool.num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
     wide.keys[0].copy_(pool.keys[0])
     wide.values[0].copy_(pool.values[0])
-    outputs = AttentionContext.of(batch, wide).attend(0, *(t.float() for t in tensors), AttentionOptions(**options))
+    query, key, value = (t.float() for t in tensors)
+    if fp8:
+        key, value = key.to(torch.float8_e4m3fn).float(), value.to(torch.float8_e4m3fn).float()
+    outputs = AttentionContext.of(batch, wide).attend(0, query, key, value, AttentionOptions(**options))
     return outputs, wide.values[0].abs().max().item()
 
 
@@ -150,12 +157,28 @@ def played() -> Kernels:
     return played_tiles(torch.bfloat16)
 
 
+def require_only_weights_rounded(played: Kernels, batch: ScheduledBatch, **options: object) -> None:
+    got = attended(batch, torch.bfloat16, lambda *step: CpuContext(*step, played), **options).float()
+    expected, largest = exact(batch, **options)
+    assert (got - expected).abs().max() < 2**-8 * largest
+
+
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("options", TILED.values(), ids=TILED)
 def test_by_tiles_only_weights_are_rounded_too(played, options, dim):
-    got = attended(LONG, torch.bfloat16, lambda *step: CpuContext(*step, played), dim=dim, **options).float()
-    expected, largest = exact(LONG, dim=dim, **options)
-    assert (got - expected).abs().max() < 2**-8 * largest
+    require_only_weights_rounded(played, LONG, dim=dim, **options)
+
+
+# queries that fill no tile, one tile, several, and more than a span
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (16, 1), (64, 2), (200, 1)], ids=str)
+def test_by_tiles_any_number_of_heads_may_share_keys(played, heads):
+    require_only_weights_rounded(played, LONG, dim=32, heads=heads)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_by_tiles_trees_and_masks_are_seen_as_elsewhere(played, fp8):
+    require_only_weights_rounded(played, TREES, fp8=fp8)
+    require_only_weights_rounded(played, TREES, fp8=fp8, sliding_window=3)
 
 
 @pytest.mark.skipif(own_isa() is not Isa.AMX, reason="needs a processor with AMX, this one has none or may not use it")
