@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.cpu.isa import NEEDED, PLAYED_TILES, Isa
 from outrider.verifier_service.messages.batch import ScheduledBatch
 
 VOCAB_SIZE = 256
@@ -200,3 +202,13 @@ def without_kernels() -> Iterator[None]:
 def _forget_kernels() -> None:
     kernels.load_kernels.cache_clear()
     kernels._library.cache_clear()
+
+
+def played_tiles(dtype: torch.dtype) -> kernels.Kernels:
+    """Our kernels with the sums of AMX and none of its instructions; without AVX-512 the test is skipped by name."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
+    if not NEEDED[Isa.AVX512] <= set(kernels._cpu_info().split()):
+        pytest.skip("needs a processor with AVX-512")
+    return kernels.Kernels(kernels._compile_once(compiler, (PLAYED_TILES,)), dtype)

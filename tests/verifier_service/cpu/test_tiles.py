@@ -9,7 +9,7 @@ from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.cpu.isa import Isa
 from outrider.verifier_service.cpu.kernels import Kernels, own_isa
 from outrider.verifier_service.model.packed_linear import TILE_INPUTS, to_panels
-from tiny.played_tiles import played_tiles
+from tiny.models import played_tiles
 
 # tiles and panels that are whole and that are not, and one long sum
 SHAPES = ((64, 96), (48, 32), (50, 34), (7, 2), (100, 610), (33, 1536))

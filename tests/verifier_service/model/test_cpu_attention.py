@@ -15,7 +15,7 @@ from outrider.verifier_service.model import cpu_attention
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
 from outrider.verifier_service.model.cpu_attention import CpuContext, in_place_or_gathered
 from tiny.attention_steps import ANY_SCHEDULE, BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
-from tiny.played_tiles import played_tiles
+from tiny.models import played_tiles
 
 CPU = torch.device("cpu")
 
