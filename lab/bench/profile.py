@@ -204,7 +204,7 @@ def _hooks(model: PackedModel, end: Callable[[str], None]) -> Iterator[None]:
         before(model, lambda: end("prepare"))
         for layer in model.layers:  # in one call a layer has no parts
             hooks.callback(setattr, layer, "whole", layer.whole)
-            cast(DecoderLayer, layer).whole = lambda hidden, turn, attend: None
+            cast(DecoderLayer, layer).whole = None
         for module in model.modules():
             if isinstance(module, Attention):
                 before(module, lambda: enter(True))

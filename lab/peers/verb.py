@@ -202,7 +202,8 @@ def _first_token_loads(config: ModelConfig, lengths: Sequence[int], repeats: int
 
     tokenizer: Any = load_tokenizer(config)
     encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)  # it would warn of the length
-    fitting = dict.fromkeys(min(length, _limit(config) - 1) for length in lengths)
+    limit = _limit(config)
+    fitting = dict.fromkeys(min(length, limit - 1) for length in lengths)
     taken = {prompt[0] for load in others for prompt in load.prompts}
     prompts = iter(long_prompts(encode, [length for length in fitting for _ in range(repeats + 1)], taken))
     return [

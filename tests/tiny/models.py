@@ -15,9 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.cpu.isa import NEEDED, PLAYED_TILES, Isa
+from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.config import Quantization
+from outrider.verifier_service.model.decoder import Decoder
+from outrider.verifier_service.model.decoder_spec import read_decoder_spec
+from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.weights import WeightReader
 
 VOCAB_SIZE = 256
+CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -202,6 +210,19 @@ def without_kernels() -> Iterator[None]:
 def _forget_kernels() -> None:
     kernels.load_kernels.cache_clear()
     kernels._library.cache_clear()
+
+
+def decoder_of(
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization | None = None,
+    device: torch.device = CPU,
+) -> Decoder:
+    """Load a model's weights into our decoder; the model itself is left as it is."""
+    spec = read_decoder_spec(model.config)
+    assert spec is not None
+    reader, group = WeightReader(StateDictSource(model.state_dict())), TensorParallelGroup.single()
+    return load_decoder(spec, reader, group, dtype=dtype, device=device, quantization=quantization)
 
 
 def played_tiles(dtype: torch.dtype) -> kernels.Kernels:

@@ -14,6 +14,7 @@
 
 #include "attend.h"
 #include "numbers.h"
+#include "tiled_attention.h"
 
 namespace {
 
@@ -28,50 +29,6 @@ void write_cache(const Attend& a) {
         std::memcpy(value, static_cast<const T*>(a.value) + t * a.value_stride, value_bytes);
     }
 }
-
-// Neighbouring queries of a sequence: one thread's unit of work for one KV head.
-struct Span {
-    int32_t sequence, begin, end;
-};
-
-inline bool sees_more(const Attend& a, int64_t token) {  // than a prefix of the context
-    return a.positions && a.seen_starts[token + 1] > a.seen_starts[token];
-}
-
-// Spans of at most `most` queries; a query that sees more than a prefix is alone if `keeps_apart`.
-std::vector<Span> spans_of(const Attend& a, int32_t most, bool keeps_apart) {
-    std::vector<Span> spans;
-    for (int32_t sequence = 0; sequence < a.num_sequences; ++sequence) {
-        for (int32_t begin = 0, end; begin < a.lengths[sequence]; begin = end) {
-            end = std::min(begin + most, a.lengths[sequence]);
-            const int64_t first = a.firsts[sequence];
-            for (int32_t i = begin; keeps_apart && i < end; ++i) {
-                if (sees_more(a, first + i)) end = std::max(begin + 1, i);
-            }
-            spans.push_back({sequence, begin, end});
-        }
-    }
-    return spans;
-}
-
-// The first token of the context that a query may see.
-inline int32_t oldest_seen(const Attend& a, int64_t token) {
-    const int32_t position = a.positions ? a.positions[token] : a.prefixes[token] - 1;
-    return a.window > 0 ? std::max(0, position + 1 - a.window) : 0;
-}
-
-// Add the slots of what a query sees besides its prefix.
-inline void add_far(const Attend& a, int64_t token, std::vector<int64_t>& slots) {
-    for (int32_t j = a.seen_starts[token]; j < a.seen_starts[token + 1]; ++j) {
-        if (a.positions[a.seen[j]] >= oldest_seen(a, token)) slots.push_back(a.slots[a.seen[j]]);
-    }
-}
-
-}  // namespace
-
-#include "tiled_attention.h"
-
-namespace {
 
 constexpr int32_t SPAN = 16;  // queries
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -190,13 +190,15 @@ def _wanted_isas() -> tuple[Isa, ...]:
 @cache
 def _library() -> tuple[Isa, Path] | None:
     isas = _wanted_isas()
+    if not isas:
+        return None
     compiler = shutil.which("g++") or shutil.which("clang++")
-    if isas and compiler is None:
+    if compiler is None:
         logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
         return None
     for isa in isas:
         try:
-            path = _compile_once(cast(str, compiler), isa.compiler_flags)
+            path = _compile_once(compiler, isa.compiler_flags)
             ctypes.CDLL(str(path))
             return isa, path
         except (OSError, subprocess.SubprocessError) as error:

@@ -173,7 +173,7 @@ void sum_whole(const TileRows& rows, const Panels& panels, const SumTiles& sums,
         load_tile<0>(sums.first, sum_bytes);
         if constexpr (PANELS > 1) load_tile<1>(sums.first + sums.panel, sum_bytes);
         if constexpr (PANELS > 2 || TILES == 2) load_tile<2>(third, sum_bytes);
-        if constexpr (PANELS > 3 || TILES * PANELS == 4) load_tile<3>(third + sums.panel, sum_bytes);
+        if constexpr (TILES * PANELS == 4) load_tile<3>(third + sums.panel, sum_bytes);
     } else {
         clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
     }
@@ -194,7 +194,7 @@ void sum_whole(const TileRows& rows, const Panels& panels, const SumTiles& sums,
     store_tile<0>(sums.first, sum_bytes);
     if constexpr (PANELS > 1) store_tile<1>(sums.first + sums.panel, sum_bytes);
     if constexpr (PANELS > 2 || TILES == 2) store_tile<2>(third, sum_bytes);
-    if constexpr (PANELS > 3 || TILES * PANELS == 4) store_tile<3>(third + sums.panel, sum_bytes);
+    if constexpr (TILES * PANELS == 4) store_tile<3>(third + sums.panel, sum_bytes);
 }
 
 // How many panels are multiplied at a time with so many tiles of rows.

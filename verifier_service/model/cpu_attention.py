@@ -5,8 +5,7 @@ Our kernel reads keys and values in place; `AttentionContext` is its reference, 
 
 from __future__ import annotations
 
-import ctypes
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -75,9 +74,8 @@ class CpuContext:
         arguments.value_stride = value.stride(0)
         arguments.num_heads, arguments.num_kv_heads = num_heads, num_kv_heads
         arguments.head_dim, arguments.value_dim = head_dim, value_dim
-        arguments.window = options.sliding_window or 0
-        arguments.scale = _scale(options, head_dim)
-        arguments.softcap = options.softcap or 0.0
+        for name, setting in _settings(options, head_dim).items():
+            setattr(arguments, name, setting)
         arguments.sinks = None if sinks is None else sinks.data_ptr()
         self._kernel(arguments)
         return output
@@ -156,12 +154,9 @@ class WholeLayer:
             **kernels.addresses(mlp.activation, dtype),
             num_kv_heads=attention.shape.num_kv_heads,
             head_dim=attention.shape.head_dim,
-            window=options.sliding_window or 0,
-            scale=_scale(options, attention.shape.head_dim),
-            softcap=options.softcap or 0.0,
+            **_settings(options, attention.shape.head_dim),
             sinks=None if self._sinks is None else self._sinks.data_ptr(),
         )
-        self._reference = ctypes.byref(self._layer)
         self._run, self._index, self._dtype = kernels.layer, attention.layer_index, dtype
 
     def __call__(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor | None:
@@ -173,7 +168,7 @@ class WholeLayer:
             return None
         output = torch.empty_like(hidden)
         cosines, sines = (None, None) if turn is None else (part.data_ptr() for part in turn)
-        self._run(self._reference, arguments, hidden.data_ptr(), cosines, sines, output.data_ptr())
+        self._run(self._layer, arguments, hidden.data_ptr(), cosines, sines, output.data_ptr())
         return output
 
 
@@ -199,5 +194,7 @@ def _norm(norm: nn.Module | None) -> cpu.Norm:
     return cpu.Norm(norm.wide.data_ptr(), norm.eps) if isinstance(norm, Norm | HeadNorm) else cpu.Norm()
 
 
-def _scale(options: AttentionOptions, head_dim: int) -> float:
-    return head_dim**-0.5 if options.scaling is None else options.scaling
+def _settings(options: AttentionOptions, head_dim: int) -> dict[str, Any]:
+    """Return a layer's options by the names of the kernels' fields, but for sinks, which somebody has to keep."""
+    scale = head_dim**-0.5 if options.scaling is None else options.scaling
+    return {"window": options.sliding_window or 0, "scale": scale, "softcap": options.softcap or 0.0}

@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 TopK = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
-WholeLayer = Callable[[torch.Tensor, Turn | None, AttentionHandler], torch.Tensor | None]  # None: compute the parts
+LayerCall = Callable[[torch.Tensor, Turn | None, AttentionHandler], torch.Tensor | None]  # None: compute the parts
 
 
 def _kernels_of(rows: torch.Tensor) -> cpu.Kernels | RowKernels | None:
@@ -330,11 +330,11 @@ class DecoderLayer(nn.Module):
         self.before_attention, self.after_attention = before_attention, after_attention
         self.before_mlp, self.after_mlp = before_mlp, after_mlp
         self.scale = residual_scale
-        self.whole: WholeLayer = lambda hidden, turn, attend: None
+        self.whole: LayerCall | None = None  # the layer in one call
 
     def forward(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
-        if (output := self.whole(hidden, turn, attend)) is not None:
+        if self.whole is not None and (output := self.whole(hidden, turn, attend)) is not None:
             return output
         attended = self.attention(self.before_attention(hidden), turn, attend)
         hidden, normed = added_and_normed(hidden, self.after_attention(attended), self.scale, self.before_mlp)

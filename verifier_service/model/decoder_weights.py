@@ -165,7 +165,7 @@ class _DecoderLoader:
             after_mlp=self._optional_norm(prefix, names.after_mlp),
             residual_scale=self._spec.residual_scale,
         )
-        made.whole = whole_layer(made, self._dtype) or made.whole
+        made.whole = whole_layer(made, self._dtype)
         return made
 
     # --- attention ---

@@ -12,10 +12,8 @@ from torch import nn
 
 from benchmarks.invariance.company import POPULATION, Case
 from outrider.verifier_service.cpu.kernels import load_kernels
-from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.model import decoder
-from outrider.verifier_service.model.decoder_spec import RotarySpec, read_decoder_spec
-from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.decoder_spec import RotarySpec
 from outrider.verifier_service.model.packed_linear import (
     MIN_WEIGHTS,
     Int8Linear,
@@ -26,8 +24,7 @@ from outrider.verifier_service.model.packed_linear import (
     make_linear,
     quantize,
 )
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightReader
+from tiny import models as tiny_models
 from tiny.models import make_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -160,11 +157,7 @@ def elementwise_cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def decoder_of(family: str, dtype: torch.dtype, **sizes: Any) -> decoder.Decoder:
     """Load a random model of one layer."""
-    model = make_model(family, **sizes, num_hidden_layers=1)
-    spec = read_decoder_spec(model.config)
-    assert spec is not None
-    reader = WeightReader(StateDictSource(model.state_dict()))
-    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=CPU)
+    return tiny_models.decoder_of(make_model(family, **sizes, num_hidden_layers=1), dtype)
 
 
 # --- mixtures ---

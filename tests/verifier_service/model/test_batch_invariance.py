@@ -6,26 +6,12 @@ import pytest
 import torch
 
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.model.batch_invariance import batch_dependent
-from outrider.verifier_service.model.decoder import Decoder
-from outrider.verifier_service.model.decoder_spec import read_decoder_spec
-from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import LibraryModel
 from outrider.verifier_service.model.packed_linear import PlainLinear
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightReader
-from tiny.models import make_model
+from tiny.models import decoder_of, make_model
 
 SHARDED = "sums over 3 ranks"
-
-
-def decoder_of(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
-    model = make_model(name)
-    spec = read_decoder_spec(model.config)
-    assert spec is not None
-    reader = WeightReader(StateDictSource(model.state_dict()))
-    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -37,16 +23,16 @@ def _with_kernels():
 @pytest.mark.usefixtures("_with_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_our_decoder_by_our_kernels_depends_on_no_batch(dtype):
-    assert batch_dependent(decoder_of("llama", dtype)) == ()
-    assert batch_dependent(decoder_of("llama", dtype), num_ranks=2) == ()
-    assert batch_dependent(decoder_of("llama", dtype), num_ranks=3) == (SHARDED,)
+    assert batch_dependent(decoder_of(make_model("llama"), dtype)) == ()
+    assert batch_dependent(decoder_of(make_model("llama"), dtype), num_ranks=2) == ()
+    assert batch_dependent(decoder_of(make_model("llama"), dtype), num_ranks=3) == (SHARDED,)
 
 
 @pytest.mark.usefixtures("_with_kernels")
 def test_a_single_foreign_layer_is_named():
-    model = decoder_of("llama")
+    model = decoder_of(make_model("llama"))
     model.head = PlainLinear(torch.zeros(8, 8))
     assert batch_dependent(model) == ("linear layers by oneDNN",)
-    assert batch_dependent(decoder_of("mixtral")) == ()
+    assert batch_dependent(decoder_of(make_model("mixtral"))) == ()
     library = make_model("llama")
     assert batch_dependent(LibraryModel(library)) == ("the transformers library's layers",)

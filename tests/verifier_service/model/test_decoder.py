@@ -29,19 +29,12 @@ from outrider.verifier_service.model.runner import PackedModel, forward_packed
 from outrider.verifier_service.model.start_check import require_equal_logits
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import WeightReader
-from tiny.models import TINY_ARCHITECTURES, make_model, without_kernels
+from tiny.models import TINY_ARCHITECTURES, decoder_of, make_model, without_kernels
 from tiny.triton_kernels import interpreted
 
 TOKEN_IDS = [5, 9, 200, 17, 3, 3, 44, 128, 7, 90, 11, 250]
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
-
-
-def decoder_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
-    spec = read_decoder_spec(model.config)
-    assert spec is not None
-    reader = WeightReader(StateDictSource(model.state_dict()))
-    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=CPU)
 
 
 def served(model: PreTrainedModel) -> PackedModel:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -20,8 +19,6 @@ from outrider.verifier_service.model import step_graphs
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
-from outrider.verifier_service.model.decoder_spec import read_decoder_spec
-from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     NUM_STAGED,
@@ -38,9 +35,7 @@ from outrider.verifier_service.model.step_graphs import (
     step_layout,
     step_parts,
 )
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightReader
-from tiny.models import VOCAB_SIZE, make_model, without_kernels
+from tiny.models import VOCAB_SIZE, decoder_of, make_model, without_kernels
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
@@ -58,11 +53,7 @@ def as_on_an_accelerator() -> Iterator[None]:
 
 
 def tiny_decoder(name: str = "llama", num_layers: int = 2, device: torch.device = CPU) -> Decoder:
-    model = make_model(name, num_hidden_layers=num_layers)
-    spec = read_decoder_spec(model.config)
-    assert spec is not None
-    reader = WeightReader(StateDictSource(model.state_dict()))
-    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=torch.float32, device=device)
+    return decoder_of(make_model(name, num_hidden_layers=num_layers), device=device)
 
 
 def make_pool(model: Decoder, seed: int = 3) -> KVPool:

@@ -6,21 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from outrider.verifier_service.cpu.kernels import load_kernels
-from outrider.verifier_service.formats.checkpoint import StateDictSource
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
-from outrider.verifier_service.model.config import Quantization
 from outrider.verifier_service.model.cpu_attention import MAX_ROWS, WholeLayer, in_place_or_gathered
 from outrider.verifier_service.model.decoder import Decoder
-from outrider.verifier_service.model.decoder_spec import FAMILIES, read_decoder_spec
-from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.decoder_spec import FAMILIES
 from outrider.verifier_service.model.runner import forward_packed
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.weights import WeightReader
-from tiny.models import TINY_ARCHITECTURES, make_model
+from tiny.models import TINY_ARCHITECTURES, decoder_of, make_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -32,14 +26,6 @@ IN_PARTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "olmo2"}  # experts; n
 def _kernels() -> None:
     if load_kernels(torch.float32) is None:
         pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
-
-
-def decoder_of(model: PreTrainedModel, dtype: torch.dtype, quantization: Quantization | None = None) -> Decoder:
-    spec = read_decoder_spec(model.config)
-    assert spec is not None
-    reader = WeightReader(StateDictSource(model.state_dict()))
-    group = TensorParallelGroup.single()
-    return load_decoder(spec, reader, group, dtype=dtype, device=CPU, quantization=quantization)
 
 
 def batch_of(lengths: list[int], old: list[int], trees: list[list[int]] | None = None) -> ScheduledBatch:
@@ -79,7 +65,7 @@ def logits_of(model: Decoder, batch: ScheduledBatch, make: Callable = in_place_o
 
 def in_parts(model: Decoder, batch: ScheduledBatch) -> torch.Tensor:
     for layer in model.layers:
-        layer.whole = lambda *_: None
+        layer.whole = None
     return logits_of(model, batch)
 
 
