@@ -25,6 +25,7 @@ from outrider.drafter_service.engine.tree_growth import DraftRules
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens
 from outrider.verifier_service.messages.columns import Chains, Int64s, spans, starts_of
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling
+from outrider.verifier_service.sampling.unread import UnreadTokens
 
 
 class ChainBatches:
@@ -169,7 +170,15 @@ class ChainLevels:
                 cells, numbers = zip(*of_kind, strict=True)
                 kinds.append((np.concatenate(cells), [torch.cat(each) for each in zip(*numbers, strict=True)]))
         bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
-        return partial(self._read, kinds, self._rules.read_back(bits))
+        *_, (_, (ids, *law)) = kinds
+        candidates, weights = law if len(law) == 2 else (ids[:0], ids[:0])
+        numbers = [columns[0][:, 0] for _, columns in kinds]
+        return ChainsLaunched(
+            lengths=self._lengths,
+            places=np.argsort(np.concatenate([cells for cells, _ in kinds])),
+            tokens=UnreadTokens(torch.cat(numbers) if len(numbers) > 1 else numbers[0], candidates, weights),
+            read=partial(self._read, kinds, self._rules.read_back(bits)),
+        )
 
     def _read(self, kinds: Sequence[tuple[Int64s, list[torch.Tensor]]], copy: PendingCopy) -> list[ChainAnswers]:
         parts = iter(copy.wait().split([each.numel() for _, own in kinds for each in own]))

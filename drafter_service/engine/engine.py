@@ -91,7 +91,7 @@ class DraftEngine:
         self._runs_ahead = ahead is not None
         self._spare_time = SpareTime(ahead, cost=cost, counters=self.counters)
         self._clock = clock
-        self._config = config
+        self.config = config
         self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
         self._asked: dict[int, Session] = {}  # by the ask of their unanswered round, oldest round first
         self._outbox: list[Addressed] = []
@@ -99,10 +99,6 @@ class DraftEngine:
         self.launched: tuple[list[Session], ChainsLaunched] | None = None  # what `step` reads
         self._num_asks = 0
         self._draft_s = RunningMean()  # from a round to its answer
-
-    @property
-    def config(self) -> DraftEngineConfig:
-        return self._config
 
     def handle(self, peer: str, message: VerifierMessage) -> None:
         """Follow one message of a peer (one connection of one verifier incarnation)."""
@@ -135,8 +131,13 @@ class DraftEngine:
         self._outbox = [(to, message) for to, message in self._outbox if to != peer]
         self._columns.pop(peer, None)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether `flush` has any."""
+        return bool(self._outbox or self._columns)
+
     def has_work(self) -> bool:
-        return bool(self._asked or self._outbox or self._columns)
+        return bool(self._asked) or self.has_messages
 
     def load(self) -> DrafterLoad:
         return DrafterLoad(
@@ -163,13 +164,12 @@ class DraftEngine:
         self._expire()
         if self._asked and not self.launch():
             with self._spare_time.timed():
-                drafts = self._drafter.draft(self._asks(), max_num_tokens=self._config.max_num_batched_tokens)
+                drafts = self._drafter.draft(self._asks(), max_num_tokens=self.config.max_num_batched_tokens)
             for draft in drafts:
                 self._answer(draft)
-        launched, self.launched = self.launched, None
-        if launched is not None:
-            sessions, read = launched
-            for rows, chains in read():
+        if self.launched is not None:
+            (sessions, launched), self.launched = self.launched, None
+            for rows, chains in launched.read():
                 self._answer_chains([sessions[row] for row in rows], chains)
         return self.flush()
 
@@ -180,9 +180,9 @@ class DraftEngine:
         """
         if self.launched is None and self._asked and self._chains is not None:
             asks = self._asks()
-            read = self._chains.draft_chains(asks, max_num_tokens=self._config.max_num_batched_tokens)
-            if read is not None:
-                self.launched = [self._asked[ask.ask_id] for ask in asks], read
+            chains = self._chains.draft_chains(asks, max_num_tokens=self.config.max_num_batched_tokens)
+            if chains is not None:
+                self.launched = [self._asked[ask.ask_id] for ask in asks], chains
         return self.launched is not None
 
     def flush(self) -> list[Addressed]:
@@ -198,7 +198,7 @@ class DraftEngine:
     def run_ahead(self, max_num_tokens: int = MAX_AHEAD_TOKENS) -> None:
         """Run one forward for what may be asked next, unless something is asked for now."""
         if self.has_spare_work():
-            self._spare_time.spend(min(max_num_tokens, self._config.max_num_batched_tokens))
+            self._spare_time.spend(min(max_num_tokens, self.config.max_num_batched_tokens))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if sessions, asks and the drafter's own state contradict each other."""
@@ -249,7 +249,7 @@ class DraftEngine:
 
     def _bound_states(self, grown: Session) -> None:
         """Let other sessions make room for one whose states have grown; refuse it if even so it has none."""
-        limit = self._config.max_state_bytes
+        limit = self.config.max_state_bytes
         if grown.states.num_bytes > limit:
             self._refuse(grown, f"states of {grown.states.num_bytes} bytes, max_state_bytes is {limit}")
         self._evict(self._sessions.surplus_states(limit, spared=grown))
@@ -309,14 +309,14 @@ class DraftEngine:
             key=session.key,
             ask_id=self._num_asks,
             token_ids=session.token_ids,
-            sampling=GREEDY if self._config.drafts_greedily else session.sampling,
+            sampling=GREEDY if self.config.drafts_greedily else session.sampling,
             length=length,
             cache_salt=session.cache_salt,
             history=session.history,
             states=session.states.tensor,
         )
         if told is not None:
-            ask.max_nodes = max(0, min(told.max_nodes, self._config.max_tree_nodes))
+            ask.max_nodes = max(0, min(told.max_nodes, self.config.max_tree_nodes))
             ask.max_computed = told.max_computed
             ask.predicted_ids = known_or_none(told.predicted_ids, self.vocab_size)
             ask.forced_ids = known_prefix(told.forced_ids[:length], self.vocab_size)
@@ -348,7 +348,7 @@ class DraftEngine:
             return 0
         # the last drafted token is never computed, so it may lie one beyond the draft model's context
         room = self._drafter.max_model_len - len(session.token_ids) + 1
-        return max(0, min(max_length, self._config.max_draft_length, room))
+        return max(0, min(max_length, self.config.max_draft_length, room))
 
     def _take_round(self, session: Session) -> Round | None:
         """Take a session's round from it, where it has one: nobody answers it any more."""

@@ -12,7 +12,7 @@ Chains go on from level to level on the device, as placeholders, and are read at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -191,13 +191,13 @@ class ModelForward:
             state.num_cached = end
 
         def read() -> list[ChainAnswers]:
-            answers = launched()
+            answers = launched.read()
             for answer in answers:
                 for row, drafted in zip(answer.rows, tokens_of(answer.chains), strict=True):
                     states[row].tokens += drafted
             return answers
 
-        return read
+        return replace(launched, read=read)
 
     def _run_open(
         self, states: Sequence[ModelState], opened: dict[int, int], numbers: torch.Tensor, num_open: int

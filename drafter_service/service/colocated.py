@@ -11,6 +11,7 @@ from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import AddedDrafter, run_verifier_rank
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DraftClient, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.engine import WeightChange
 from outrider.verifier_service.model.ranks import RankSpec
@@ -44,8 +45,14 @@ def open_local_drafter(
     """
     view, weights = TargetView(target), OwnWeights(spec.speculative, change_model)
     engine = build_draft_engine(spec, runner=draft_model, view=view, weights=weights)
-    begins_early = target.device.type != "cpu"
-    return LocalDraftClient(engine, DrafterControl(engine, weights), begins_early=begins_early), view.attach
+    client = LocalDraftClient(engine, DrafterControl(engine, weights), begins_early=target.device.type != "cpu")
+
+    def attach(verifier: VerifierEngine) -> None:
+        view.attach(verifier)
+        if isinstance(verifier, PipelinedEngine):
+            verifier.drafts_here = client
+
+    return client, attach
 
 
 def run_colocated_rank(spec: ColocatedSpec, rank: RankSpec) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.own_weights import DrafterControl
 from outrider.drafter_service.service.plugin_drafter import PluginFailedError
+from outrider.verifier_service.drafting.unread import UnreadDrafts
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
 
@@ -60,6 +61,14 @@ class LocalDraftClient:
         self._try(self._draft)
         events, self._events = self._events, []
         return events
+
+    def unread(self) -> UnreadDrafts | None:
+        if self._engine.launched is None or self._engine.has_messages or self._events or not self._is_up:
+            return None
+        sessions, chains = self._engine.launched
+        rounds = [session.round.round_id for session in sessions if session.round is not None]
+        request_ids = [session.key.request_id for session in sessions]
+        return UnreadDrafts(request_ids, rounds, chains.lengths, chains.places, chains.tokens)
 
     def _try(self, act: Callable[[], None]) -> None:
         if self._is_up:

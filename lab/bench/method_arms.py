@@ -31,6 +31,7 @@ from outrider.lab.bench.arms import BenchError, Clock, placed
 from outrider.lab.bench.profile import PhaseClock
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine, load_rank, profile_engine
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.draft import DraftClient, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
@@ -39,6 +40,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
 from outrider.verifier_service.model.runner import ParallelRunner
 from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import DoneVerification, Verification, begin
 
 TREE_SUFFIX = "+tree"
@@ -189,7 +191,9 @@ class OneAtATime:
         entries: Sequence[VerificationEntry],
         rng: torch.Generator,
         rows: Sequence[int] | None = None,
+        unread: UnreadTokens | None = None,
     ) -> Verification:
+        assert unread is None, "what is read at once cannot be drafted meanwhile"
         verification = begin(logits, entries, rng, rows)
         if not self.is_on:
             return verification
@@ -354,6 +358,8 @@ def opened(config: ServiceConfig, clock: Clock, *, is_far: bool = False) -> Iter
             local, attach = open_local_drafter(drafter, runner, draft_model)
             engine = build_engine(runner, verifier, timed(local, part=DRAFTING), verify=recorder, clock=clock)
             attach(engine)
+            if isinstance(engine, PipelinedEngine):
+                engine.drafts_here = None  # `recorder` reads drafts at once
         step_times = profile_engine(engine, runner, verifier)
         engine.on_phase = phases.end
         yield MethodArm(engine, phases, recorder, pipe, config.max_draft_length, runner.max_model_len, step_times)

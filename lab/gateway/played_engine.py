@@ -29,6 +29,7 @@ from outrider.verifier_service.model.ranks import RankSpec, connect, keep_loaded
 from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import DoneVerification
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
 
@@ -123,6 +124,7 @@ class PlayedRunner:
         entries: Sequence[VerificationEntry],
         rng: torch.Generator,
         rows: Sequence[int] | None = None,
+        unread: UnreadTokens | None = None,
     ) -> DoneVerification:
         """Choose what the voice says, without a look at the logits."""
         # an entry does not name its request, but its sampling parameters are that request's own object

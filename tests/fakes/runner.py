@@ -14,6 +14,7 @@ from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import PendingVerification, Verification, begin, draw_uniforms
 
 _MASK = (1 << 61) - 1
@@ -145,7 +146,7 @@ class LateRunner(FakeRunner):
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         assert len(self._steps) < 3, "more than two steps, and one that nobody waits for any more"
-        assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the placeholders"
+        assert (min(batch.token_ids) < 0) <= (chosen is not None), "nobody closes the placeholders"
         self.num_early += self.is_running
         late = torch.full((len(batch.logits_indices), self.vocab_size), float("nan"))
         sent = copy.deepcopy(batch)  # what the scheduler does to its lists later is too late
@@ -169,11 +170,12 @@ class LateRunner(FakeRunner):
         entries: Sequence[VerificationEntry],
         rng: torch.Generator,
         rows: Sequence[int] | None = None,
+        unread: UnreadTokens | None = None,
     ) -> Verification:
         """As `begin` on a device, in the order of the last step that was launched."""
         if not entries:
             return begin(logits, entries, rng, rows)
-        return LateVerification(self._steps[-1], logits, entries, rng, rows)
+        return LateVerification(self._steps[-1], logits, entries, rng, rows, unread)
 
 
 class LateVerification:
@@ -186,12 +188,13 @@ class LateVerification:
         entries: Sequence[VerificationEntry],
         rng: torch.Generator,
         rows: Sequence[int] | None,
+        unread: UnreadTokens | None,
     ) -> None:
         uniforms = draw_uniforms(entries, rng)
         every_row = slice(None) if rows is None else list(rows)
 
         def judge(judged: torch.Tensor) -> PendingVerification:
-            return PendingVerification(judged, entries, uniforms)
+            return PendingVerification(judged, entries, uniforms, unread)
 
         self.chosen = judge(torch.zeros_like(logits)[every_row]).chosen  # places, and memory that is filled later
         self.chosen.numbers.fill_(-1)

@@ -18,6 +18,7 @@ from outrider.verifier_service.drafting.drafter_record import (
     DrafterChoice,
     DrafterRecord,
     DraftSession,
+    OutstandingRound,
     WantedDraft,
 )
 from outrider.verifier_service.drafting.filing import Filing
@@ -107,6 +108,11 @@ class DraftCoordinator:
     def answered_round(self, request: Request) -> AnsweredRound | None:
         """Return the request's last round with a valid draft, or None."""
         return self._answered.get(request.request_id)
+
+    def round_of(self, request: Request) -> OutstandingRound | None:
+        """Return a request's round without an answer, or None."""
+        session = self._sessions.get(request.request_id)
+        return None if session is None else session.round
 
     def circuits(self, now_s: float) -> dict[str, BreakerState]:
         """Return the state of the circuit breaker of every drafter that is up."""

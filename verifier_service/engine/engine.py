@@ -38,6 +38,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.masked_drafts import MaskedDrafts
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import Verification, begin
 from outrider.verifier_service.scheduling.masks import MaskBlocks, MaskPlanner
 from outrider.verifier_service.scheduling.outcome import Outcome, count_drafts, drafts_of, going_on, row_starts
@@ -236,7 +237,7 @@ class VerifierEngine:
     def _launch(self, after: LaunchedStep | None = None) -> LaunchedStep | None:
         """Send the next step to the runner; return None if nothing can run. `after`: the step in flight, if any."""
         begin_s = self._clock()
-        self.drafting.receive(self._requests, begin_s)
+        unread = self._receive(begin_s)
         if self.is_paused:
             return None
         self._joining_until_s = self._worth_waiting_until(begin_s)
@@ -249,20 +250,27 @@ class VerifierEngine:
         exposed_s = self._clock() - waited_since_s if after is None else 0.0
         self.on_phase("schedule")
         chosen = None if after is None else after.verification.chosen
-        logits = self._runner.execute(schedule.batch, None if chosen is None else chosen.numbers)
+        numbers = None if chosen is None else chosen.numbers
+        logits = self._runner.execute(schedule.batch, numbers if unread is None else unread.numbers)
         self.on_phase("forward")
         first_rows = row_starts(schedule.items)
-        entries = self._extras.verification_entries(schedule.items)
+        entries, rows = self._extras.verification_entries(schedule.items), sampling_rows(schedule.items, first_rows)
         return LaunchedStep(
             schedule=schedule,
             first_rows=first_rows,
             logits=logits,
             entries=entries,
-            verification=self._verify(logits, entries, self._generator, sampling_rows(schedule.items, first_rows)),
+            verification=self._verify(logits, entries, self._generator, rows, unread),
             began_s=begin_s,
             waited_since_s=waited_since_s,
             exposed_s=exposed_s,
+            unread=unread,
         )
+
+    def _receive(self, now_s: float) -> UnreadTokens | None:
+        """Attach drafts; return the tokens of those that nobody has read yet, if there are any."""
+        self.drafting.receive(self._requests, now_s)
+        return None
 
     def _schedule(self, now_s: float) -> Schedule | None:
         """Choose the next step. A request that comes with KV joins a later one: its draft is asked for first."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from outrider.verifier_service.drafting.drafter_record import WantedDraft
 from outrider.verifier_service.messages.batch import placeholder_token
+from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import FinishReason, Request
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import Verification
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
-from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, first_nodes
 
 UntilFinished = Callable[[Request, Sequence[int], int], tuple[list[int], FinishReason | None]]
 _NO_TOKENS = VerifiedTokens([], ())
@@ -38,7 +40,8 @@ class LaunchedStep:
     verification: Verification
     began_s: float
     waited_since_s: float  # when the step could have begun without waiting for drafts
-    exposed_s: float  # from `waited_since_s` to the launch
+    exposed_s: float  # from `waited_since_s` to the launch, or until the drafts were read that it verifies unread
+    unread: UnreadTokens | None = None  # what the placeholders of its drafts stand for, until they are read
     void: set[str] = field(default_factory=set)  # requests whose placeholder was filled wrongly: their rows are ignored
     early_price: PricedStep | None = None  # given to pricing before the step was read; None: no placeholders
     wanted: Sequence[WantedDraft] = ()  # drafts to ask for after a step with placeholders
@@ -71,6 +74,28 @@ class LaunchedStep:
                 path = path[: len(committed)]
             outcomes.append(Outcome(item, row + item.num_prompt_rows, committed, path, follows_leaf, finish_reason))
         return outcomes
+
+    def take_drafts(self) -> list[tuple[Request, Draft]]:
+        """Put the drafts that were read, cut as their placeholders were, in the place of these; return all of them.
+
+        The rows of a request without one are ignored.
+        """
+        taken: list[tuple[Request, Draft]] = []
+        entries = iter(self.entries)
+        for item in self.schedule.items:
+            entry = next(entries) if item.samples else None
+            if entry is None or item.draft is None:
+                continue
+            draft, length = item.request.draft, len(item.draft.token_ids)
+            if draft is None or draft.is_unread:
+                self.void.add(item.request.request_id)
+                draft = replace(item.draft, token_ids=(0,) * length)
+            else:
+                taken.append((item.request, draft))
+                draft = first_nodes(draft, max_nodes=length, max_depth=length)
+            item.draft = entry.draft = draft
+        self.unread = None
+        return taken
 
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
         """Return the shape for pricing: without the tokens of void or finished requests, with the context of all."""

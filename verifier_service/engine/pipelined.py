@@ -6,6 +6,14 @@
 
 Without drafts, only the sampled tokens of a step are unknown. So a placeholder is committed for each, and the device
 fills it in when the next step runs. If the next step depends on anything else, it is launched after this one is read.
+
+With drafts of a drafter on the same device, the next step depends on the number of tokens that were accepted, and not
+on the drafted tokens: their number is known when they are asked for. So it is launched right after the drafter, with
+placeholders for drafts, and nobody waits between the two. The drafts are read while they are verified.
+
+    in turn      | read 1, commit, ask | draft 2 | read drafts, launch 2 | verify 2 | read 2, …
+    unread       | read 1, commit, ask, launch 2 | read drafts                      | read 2, …
+                                       | draft 2 | verify 2                         |
 """
 
 from __future__ import annotations
@@ -13,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outrider.verifier_service.drafting.unread import DraftsHere, attach
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.messages.request import Request, RequestOutput
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.scheduling.outcome import Outcome, going_on
 
 
@@ -28,6 +38,8 @@ class PipelinedEngine(VerifierEngine):
         super().__init__(*parts, runs_async=True, **options)
         self.launches_early = True  # False: steps run in turn, to compare
         self._next: LaunchedStep | None = None  # in flight after the step that was read last
+        self.drafts_here: DraftsHere | None = None  # whose drafts may be verified unread
+        self._undrafted: list[Request] = []  # with placeholders for drafts
         self._corrected: set[str] = set()  # requests whose last token differs from the one that the device chose first
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
@@ -37,6 +49,8 @@ class PipelinedEngine(VerifierEngine):
             return None
         self._next = self._launch_after(step) if self.launches_early else None
         meanwhile()
+        if step.unread is not None:
+            self._read_drafts(step)
         if not step.has_placeholders:  # else pricing already has the step, without its time
             self.pricing.learn()
         return self._finish(step)
@@ -49,12 +63,37 @@ class PipelinedEngine(VerifierEngine):
             outputs = self._finish(step)
         return outputs + super().drain()
 
+    def _receive(self, now_s: float) -> UnreadTokens | None:
+        self._drop_placeholders()
+        unread = None
+        if self.drafts_here and self.launches_early and not self.is_paused and not self.pricing.awaits_claims:
+            unread = self.drafts_here.unread()
+        if unread is not None and not self._extras.are_edited(unread.request_ids):
+            self._undrafted = attach(unread, self.scheduler.running, self.drafting.round_of)
+        if unread is not None and self._undrafted:
+            return unread.tokens
+        return super()._receive(now_s)
+
+    def _read_drafts(self, step: LaunchedStep) -> None:
+        """Read the drafts that a step verifies already. What they claim comes too late to cut them, and is learnt."""
+        self.drafting.receive(self._requests, self._clock())
+        read_s = self._clock()
+        step.exposed_s = read_s - step.waited_since_s
+        self.pricing.admit_all(step.take_drafts())
+        self._drop_placeholders()
+
+    def _drop_placeholders(self) -> None:
+        for request in self._undrafted:
+            if request.draft is not None and request.draft.is_unread:
+                request.draft = None
+        self._undrafted = []
+
     def _launch_after(self, step: LaunchedStep) -> LaunchedStep | None:
         """Launch the step after one in flight; return None if it depends on more than that one's tokens.
 
         A request that finishes with its token wastes one slot of the next step.
         """
-        if not self._can_pipeline(step):
+        if step.unread is not None or not self._can_pipeline(step):
             return None
         outcomes = step.placeholders(self._requests)
         self._advance(outcomes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -83,6 +83,10 @@ class RequestExtras:
             request.sampling.logprobs is not None or request.sampling.beams is not None or request.request_id in others
             for request in requests
         )
+
+    def are_edited(self, request_ids: Iterable[str]) -> bool:
+        """Return whether the logits of any of them are edited, by what tokens come before."""
+        return not self._processors.keys().isdisjoint(request_ids)
 
     def verification_entries(self, items: Sequence[ScheduledRequest]) -> list[VerificationEntry]:
         """Return what verification must know of the items that sample."""

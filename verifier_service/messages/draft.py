@@ -288,6 +288,11 @@ class Draft:
     confidences: tuple[float, ...] | None = None
     is_found: bool = False  # in no time, by a drafter that `finds_some`
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether placeholders stand for its tokens: they are on a device, and nobody has read them yet."""
+        return bool(self.token_ids) and self.token_ids[0] < 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drafts(Chains):

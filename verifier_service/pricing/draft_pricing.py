@@ -30,6 +30,7 @@ from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.pricing.fading import Fading
 from outrider.verifier_service.pricing.load_levels import LoadLevels
 from outrider.verifier_service.pricing.masked_drafts import MaskedDrafts
 from outrider.verifier_service.pricing.offer import (
@@ -57,6 +58,8 @@ from outrider.verifier_service.pricing.survival import SurvivalEstimator, bins_o
 from outrider.verifier_service.scheduling.schedule import first_nodes, kept_nodes
 
 UNPLANNED_LENGTH = 4  # draft length priced until a plan has named a drafter, so that drafts have a price by then
+CLAIMS_FADE, CLAIMS_STEPS = 0.95, 4.0  # of what claims save, per step: a memory of 20 steps, and the prior's weight
+READING_SHARE = 0.03  # of a step's time that the device waits while drafts are read before they are verified
 NO_ROUNDS = Rounds(0, 0)  # of requests that still wait: mostly there are none
 NO_ANSWER = (None, False, AskLength(0))  # of a request that is to be decided
 # by kind of round; that of masks is the engine's
@@ -78,6 +81,9 @@ class DraftPricing:
     _usual: tuple[int, int] = (0, UNPLANNED_LENGTH)  # drafter and bound of the last request that could draft
     _told: frozenset[int] = frozenset()  # drafters that learn from the target's prediction after each node of a tree
     _off: dict[str, tuple[SpeculationPlan | None, bool, AskLength]] = field(default_factory=dict)  # while no draft pays
+    _claims: Fading = field(
+        default_factory=lambda: Fading(CLAIMS_FADE)
+    )  # share of a step that cuts by them save
     _num_off: int = 0  # steps in which they were given again
     _trees: dict[int, TreeOffer] = field(default_factory=dict)  # of drafts that came, by the row of their request
     _unlearnt: EndedStep | PricedStep | None = None  # the last step, until `learn`
@@ -128,6 +134,14 @@ class DraftPricing:
     def request_ids(self) -> set[str]:
         """The requests with any state here."""
         return (self.books.table.request_ids | {*self._off}) - self._gone
+
+    @property
+    def awaits_claims(self) -> bool:
+        """Whether drafts are read before they are verified, as what they claim would cut them by more than that takes.
+
+        Else a drafter on the target's device is not waited for. By earlier steps alone, as all cuts.
+        """
+        return bool(self._claims.mean(0.0, CLAIMS_STEPS) > READING_SHARE)
 
     def can_learn_later(self, num_requests: int) -> bool:
         """Return whether a step's requests may ask again before it is learnt from: a price is there, or not needed."""
@@ -312,6 +326,10 @@ class DraftPricing:
         kinds[is_drawn & (kinds == FOUND)] = PRICED
         for kind, own in groups_of(kinds):
             kept[own] = self._policy(kind).cut(load, survivals[own], num_drafted[own], is_probe[own])
+        drafted = StepShape(load.base.num_tokens + int(num_drafted.sum()), load.base.num_context_tokens)
+        left = StepShape(load.base.num_tokens + int(kept.sum()), load.base.num_context_tokens)
+        cost = load.level.cost
+        self._claims.add(1.0 - cost.seconds(left) / cost.seconds(drafted) if left != drafted else 0.0)
         for place in (kept < num_tokens + are_trees).nonzero()[0].tolist():
             draft, depth = drafts[place], int(kept[place])
             num_nodes = depth if draft.parents is None else len(draft.token_ids)

@@ -17,6 +17,7 @@ import torch
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.sampling.unread import UnreadTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,17 @@ class DraftRows:
     keys: torch.Tensor  # int64 [num_rows] deeper rows have larger keys; of equally deep rows the first has the largest
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft | None], device: torch.device, alone: Sequence[bool] = ()) -> DraftRows:
-        """`alone`: the requests whose rows count even if their ancestors are wrong; empty: none of them."""
+    def of(
+        cls,
+        drafts: Sequence[Draft | None],
+        device: torch.device,
+        alone: Sequence[bool] = (),
+        unread: UnreadTokens | None = None,
+    ) -> DraftRows:
+        """`alone`: the requests whose rows count even if their ancestors are wrong; empty: none of them.
+
+        `unread`: what the drafts' placeholders stand for.
+        """
         token_ids: list[int] = []
         counts: list[int] = []  # rows of each request
         for draft in drafts:
@@ -57,11 +67,12 @@ class DraftRows:
             jump = jump[jump]
         keys = levels * num_rows + rows[::-1]
         first, tokens, *others = upload([up, np.array(token_ids, np.int64), owners, keys, *jumps], device)
+        is_root = first == torch.arange(num_rows, device=device)
         return cls(
             num_requests=len(drafts),
-            token_ids=tokens,
+            token_ids=tokens if unread is None else unread.fill(tokens).masked_fill_(is_root, -1),
             parents=first,
-            is_root=tokens < 0,
+            is_root=is_root,
             requests=others[0],
             keys=others[1],
             jumps=tuple(others[2:]),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.tree import parents_of, rows_by_parent
 from outrider.verifier_service.sampling.draft_rows import found_probs
+from outrider.verifier_service.sampling.unread import UnreadTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,11 @@ class Families:
         counts = tuple(sum(len(family.children) > rank for family in families) for rank in range(len(children)))
         sent = upload(list(parts.values()), device)
         return cls(**dict(zip(parts, sent, strict=True)), counts=counts, vocab_size=vocab_size)
+
+    def filled(self, unread: UnreadTokens) -> Families:
+        """Return the families of chains with the tokens and laws that their placeholders stand for."""
+        token_ids, laws, columns = unread.laws(self.token_ids[:, 0], self.vocab_size)
+        return replace(self, token_ids=token_ids, laws=laws[None], columns=columns[None])
 
     def found(self, target_probs: torch.Tensor) -> torch.Tensor:
         """Look up the target probabilities of `token_ids`: float64 [num_families, width], 0 outside the vocabulary."""

@@ -16,6 +16,7 @@ from outrider.verifier_service.sampling.entries import VerificationEntry, first_
 from outrider.verifier_service.sampling.rejection_sampler import Families, judge_siblings, last_uniforms, left_over
 from outrider.verifier_service.sampling.sampler import choose
 from outrider.verifier_service.sampling.typical_acceptance import TypicalRows
+from outrider.verifier_service.sampling.unread import UnreadTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +32,17 @@ class SampledRows:
 
     @classmethod
     def of(
-        cls, entries: Sequence[VerificationEntry], uniforms: np.ndarray, vocab_size: int, device: torch.device
+        cls,
+        entries: Sequence[VerificationEntry],
+        uniforms: np.ndarray,
+        vocab_size: int,
+        device: torch.device,
+        unread: UnreadTokens | None = None,
     ) -> SampledRows:
-        """uniforms float64 [num_rows]; an entry uses the numbers of its own rows, in the order of the references."""
+        """uniforms float64 [num_rows]; an entry uses the numbers of its own rows, in the order of the references.
+
+        `unread`: what the drafts' placeholders stand for.
+        """
         assert uniforms.shape == (sum(entry.num_rows for entry in entries),), uniforms.shape
         assert uniforms.dtype == np.float64, uniforms.dtype
         drafts = [entry.draft for entry in entries]
@@ -41,10 +50,12 @@ class SampledRows:
         judged = [None if entry.rule is AcceptanceRule.TYPICAL else entry.draft for entry in entries]
         starts = first_rows(entries)
         families = Families.of(judged, starts, len(uniforms), vocab_size, device)
+        if families is not None and unread is not None:
+            families = families.filled(unread)
         last = [row for entry, start in zip(entries, starts, strict=True) for row in _last_uniforms(entry, start)]
         sent, last_rows = upload([uniforms, np.array(last, np.int64)], device)
         return cls(
-            drafts=DraftRows.of(drafts, device, alone=by_blocks),
+            drafts=DraftRows.of(drafts, device, by_blocks, unread),
             families=families,
             blocks=Blocks.of(drafts, starts, by_blocks, families),
             typical=TypicalRows.of(entries, device),

@@ -32,6 +32,7 @@ from outrider.verifier_service.messages.request import VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
 from outrider.verifier_service.sampling.entries import VerificationEntry, row_counts, rows_of_members
 from outrider.verifier_service.sampling.sampler import first_largest
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 
 
@@ -63,12 +64,14 @@ def begin(
     entries: Sequence[VerificationEntry],
     rng: torch.Generator,
     rows: Sequence[int] | None = None,
+    unread: UnreadTokens | None = None,
 ) -> Verification:
     """Begin to verify a step without waiting for its logits, which must not change before `collect` has returned.
 
     logits float32 [num_rows, vocab_size], of which `rows` (None: all) belong to the entries, one entry's after the
     other's. An entry's edits are made to a copy. `rng`, a generator of the host, gives one uniform number per row of a
-    rejection-sampled request, accepted or not, in row order; the other modes take none.
+    rejection-sampled request, accepted or not, in row order; the other modes take none. `unread`: what the drafts'
+    placeholders stand for; before `collect`, the drafts themselves must have been put into the entries.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     num_rows = logits.shape[0] if rows is None else len(rows)
@@ -77,9 +80,9 @@ def begin(
         return DoneVerification([], None)
     if rows is not None:
         logits = logits.index_select(0, upload_rows(rows, logits.device))
-    if logits.device.type == "cpu" and all(_is_plainly_greedy(entry) for entry in entries):
+    if logits.device.type == "cpu" and unread is None and all(_is_plainly_greedy(entry) for entry in entries):
         return walk_greedily(logits, entries)
-    return PendingVerification(logits, entries, draw_uniforms(entries, rng))
+    return PendingVerification(logits, entries, draw_uniforms(entries, rng), unread)
 
 
 def draw_uniforms(entries: Sequence[VerificationEntry], rng: torch.Generator) -> np.ndarray:
@@ -132,11 +135,17 @@ def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) ->
 class PendingVerification:
     """A step that the logits' device is judging."""
 
-    def __init__(self, logits: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: np.ndarray) -> None:
-        """Launch it: at least one entry, uniforms float64 [num_rows] of `draw_uniforms`."""
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        entries: Sequence[VerificationEntry],
+        uniforms: np.ndarray,
+        unread: UnreadTokens | None = None,
+    ) -> None:
+        """Launch it: at least one entry, uniforms float64 [num_rows] of `draw_uniforms`; `unread` as in `begin`."""
         self._logits, self._entries, self._uniforms = logits, entries, uniforms
         self.corrected: frozenset[int] = frozenset()
-        self._plan = VerificationPlan(entries, uniforms, logits.shape[1], logits.device)
+        self._plan = VerificationPlan(entries, uniforms, logits.shape[1], logits.device, unread=unread)
         numbers = self._plan.judge(logits)
         self.chosen = ChosenTokens(numbers, self._plan.places)
         self._back = CopyBack(numbers)

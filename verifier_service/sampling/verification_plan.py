@@ -21,6 +21,7 @@ from outrider.verifier_service.sampling.logits_processors import SentEdits
 from outrider.verifier_service.sampling.sampled_rows import SampledRows
 from outrider.verifier_service.sampling.sampler import LawShapes, first_largest
 from outrider.verifier_service.sampling.typical_acceptance import TypicalRows
+from outrider.verifier_service.sampling.unread import UnreadTokens
 
 Entries = Sequence[VerificationEntry]
 
@@ -58,8 +59,9 @@ class VerificationPlan:
         device: torch.device,
         *,
         ranks_all: bool = False,
+        unread: UnreadTokens | None = None,
     ) -> None:
-        """uniforms float64 [num_rows]; `ranks_all` as in `LawShapes`."""
+        """uniforms float64 [num_rows]; `ranks_all` as in `LawShapes`; `unread`: what placeholders stand for."""
         self._entries = entries
         edits = edits_by_row(entries)
         self._edits = SentEdits.of(edits, vocab_size, device) if edits else None
@@ -72,15 +74,15 @@ class VerificationPlan:
             own, rows = [entries[index] for index in members], rows_of_members(entries, members)
             sent_rows = upload_rows(rows, device) if len(members) < len(entries) else None
             if mode is VerificationMode.GREEDY:
-                self._groups.append(_Group(members, sent_rows, (), _greedy(own, device)))
+                self._groups.append(_Group(members, sent_rows, (), _greedy(own, device, unread)))
                 continue
             shapes = LawShapes.of(
                 [entry.sampling for entry in own], vocab_size, device, counts=row_counts(own), ranks_all=ranks_all
             )
             if mode is VerificationMode.COUPLED:
-                judge = _coupled(own, shapes, vocab_size, device)
+                judge = _coupled(own, shapes, vocab_size, device, unread)
             else:
-                judge = _sampled(SampledRows.of(own, uniforms[rows], vocab_size, device), shapes)
+                judge = _sampled(SampledRows.of(own, uniforms[rows], vocab_size, device, unread), shapes)
             self._groups.append(_Group(members, sent_rows, () if shapes.are_sure else rows, judge))
 
     @property
@@ -123,8 +125,8 @@ def path_to(entry: VerificationEntry, row: int) -> tuple[int, ...]:
     return () if row == 0 else (*ancestors(entry.draft.parents, row - 1), row - 1)
 
 
-def _greedy(entries: Entries, device: torch.device) -> Judge:
-    drafts = DraftRows.of([entry.draft for entry in entries], device)
+def _greedy(entries: Entries, device: torch.device, unread: UnreadTokens | None) -> Judge:
+    drafts = DraftRows.of([entry.draft for entry in entries], device, unread=unread)
 
     def judge(logits: torch.Tensor) -> Judged:
         choices = first_largest(logits)
@@ -134,8 +136,10 @@ def _greedy(entries: Entries, device: torch.device) -> Judge:
     return judge
 
 
-def _coupled(entries: Entries, shapes: LawShapes, vocab_size: int, device: torch.device) -> Judge:
-    drafts = DraftRows.of([entry.draft for entry in entries], device)
+def _coupled(
+    entries: Entries, shapes: LawShapes, vocab_size: int, device: torch.device, unread: UnreadTokens | None
+) -> Judge:
+    drafts = DraftRows.of([entry.draft for entry in entries], device, unread=unread)
     typical = TypicalRows.of(entries, device)
     own = np.array([(entry.sampling.seed, entry.sampling.choice_index) for entry in entries], np.int64)
     positions = [position for entry in entries for position in entry.positions]

@@ -33,7 +33,6 @@ from outrider.lab.bench.method_arms import DRAFTING, MESSAGES, WAITING, TimedCli
 from outrider.lab.bench.profile import PhaseClock
 from outrider.verifier_service.drafting.asking import CoordinatorConfig
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
-from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
@@ -84,7 +83,7 @@ def draft_engine(pair: Pair, device: PlayedDevice) -> DraftEngine:
 class Played:
     """A verifier over a played device."""
 
-    engine: VerifierEngine
+    engine: PipelinedEngine
     device: PlayedDevice
     client: DraftClient
     phases: PhaseClock  # of what was run since the last outputs
@@ -153,7 +152,10 @@ def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient)
 def beside(pair: Pair, clock: Clock) -> Played:
     """Return a verifier with its drafter in the same process, on the same device."""
     device = PlayedDevice(clock, cold_s=pair.cold_s)
-    return played_engine(pair, clock, LocalDraftClient(draft_engine(pair, device)), device=device)
+    client = LocalDraftClient(draft_engine(pair, device))
+    played = played_engine(pair, clock, client, device=device)
+    played.engine.drafts_here = client
+    return played
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.model.step_graphs import Bucket, bucket_of
 from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.unread import UnreadTokens
 from outrider.verifier_service.sampling.verification import ChosenTokens
 
 VOCAB_SIZE = 512
@@ -197,10 +198,13 @@ class PlayedTarget(PlayedModel):
         entries: Sequence[VerificationEntry],
         rng: torch.Generator,
         rows: Sequence[int] | None = None,
+        unread: UnreadTokens | None = None,
     ) -> PlayedVerification:
         if any(entry.draft is not None for entry in entries):
             self.device.launch(0.0, ("verification", len(entries).bit_length()))
-        return PlayedVerification(self.device, self.device.free_s, entries, [_verified(entry) for entry in entries])
+        numbers = [] if unread is None else unread.numbers.tolist()
+        verified = [_verified(entry, numbers) for entry in entries]
+        return PlayedVerification(self.device, self.device.free_s, entries, verified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +229,14 @@ class PlayedVerification:
         return self.verified
 
 
-def _verified(entry: VerificationEntry) -> VerifiedTokens:
-    if entry.draft is None:
+def _verified(entry: VerificationEntry, unread: Sequence[int]) -> VerifiedTokens:
+    """Verify a draft, or what its placeholders stand for among the unread tokens."""
+    draft = entry.draft
+    if draft is None:
         return VerifiedTokens([token_at(entry.position)], ())
-    return along_choices(entry.draft, [token_at(position) for position in entry.positions])
+    if draft.is_unread:
+        draft = replace(draft, token_ids=tuple(unread[-1 - placeholder] for placeholder in draft.token_ids))
+    return along_choices(draft, [token_at(position) for position in entry.positions])
 
 
 class PlayedDraftModel(PlayedModel):

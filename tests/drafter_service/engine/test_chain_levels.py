@@ -56,7 +56,7 @@ class Side:
             return self.drafter.draft(asks, max_num_tokens=budget)
         self.num_at_once += 1
         found: dict[int, Draft] = {}
-        for rows, chains in launched():
+        for rows, chains in launched.read():
             frame = Drafts(
                 request_ids=tuple(asks[row].key.request_id for row in rows),
                 round_ids=np.array([asks[row].ask_id for row in rows]),
