@@ -28,8 +28,6 @@ from outrider.verifier_service.messages.counts import GraphCounts
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 
-MIN_ROWS = 4  # chains of a step from which arrays take less time than objects
-
 # Of states whose chains have just been given a token, how many tokens more each chain may be given unread.
 Follow = Callable[[Sequence[StateT]], list[int]]
 
@@ -139,7 +137,7 @@ class PagedDrafter(Generic[StateT]):
 
         Only where every ask is for a chain without forced tokens, none is half drafted, and the step has room for all.
         """
-        if self._chains is None or len(asks) < MIN_ROWS or any(ask.max_nodes or ask.forced_ids for ask in asks):
+        if self._chains is None or any(ask.max_nodes or ask.forced_ids for ask in asks):
             return None
         states = [self._states.get(ask.key) or self._forward.new_state() for ask in asks]
         if any(state.ask is not None for state in states):

@@ -16,6 +16,7 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.asking import CoordinatorConfig
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
+from outrider.verifier_service.drafting.unread import UnreadDrafts
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DrafterEvent, Open, VerifierMessage
@@ -155,6 +156,9 @@ class ModelDrafts:
         if self._num_polls_left > 0:
             return self._client.poll()
         return [DrafterEvent(drafter_id="local", is_up=False)] if self._num_polls_left == 0 else []
+
+    def unread(self) -> UnreadDrafts | None:
+        return self._client.unread()
 
     def check_integrity(self) -> None:
         self.engine.check_integrity()

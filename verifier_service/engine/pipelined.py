@@ -81,6 +81,8 @@ class PipelinedEngine(VerifierEngine):
         step.exposed_s = read_s - step.waited_since_s
         self.pricing.admit_all(step.take_drafts())
         self._drop_placeholders()
+        for request_id in step.void & self._requests.keys():
+            self.scheduler.roll_back(self._requests[request_id])
 
     def _drop_placeholders(self) -> None:
         for request in self._undrafted:

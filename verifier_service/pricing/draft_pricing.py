@@ -81,9 +81,7 @@ class DraftPricing:
     _usual: tuple[int, int] = (0, UNPLANNED_LENGTH)  # drafter and bound of the last request that could draft
     _told: frozenset[int] = frozenset()  # drafters that learn from the target's prediction after each node of a tree
     _off: dict[str, tuple[SpeculationPlan | None, bool, AskLength]] = field(default_factory=dict)  # while no draft pays
-    _claims: Fading = field(
-        default_factory=lambda: Fading(CLAIMS_FADE)
-    )  # share of a step that cuts by them save
+    _claims: Fading = field(default_factory=lambda: Fading(CLAIMS_FADE))  # share of a step that cuts by them save
     _num_off: int = 0  # steps in which they were given again
     _trees: dict[int, TreeOffer] = field(default_factory=dict)  # of drafts that came, by the row of their request
     _unlearnt: EndedStep | PricedStep | None = None  # the last step, until `learn`

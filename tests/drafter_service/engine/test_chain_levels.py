@@ -14,7 +14,7 @@ from fakes.drafter_play import DRAWN, GREEDY, SEEDED, ask_of, key
 from fakes.runner import NoisyRunner
 from outrider.drafter_service.engine.chain_levels import ChainBatches
 from outrider.drafter_service.engine.drafter import Ask, DraftsChains
-from outrider.drafter_service.engine.paged_drafter import MIN_ROWS, PagedDrafter
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
@@ -174,10 +174,9 @@ def require_equal(arrays: Side, singly: Side, rounds: Rounds, budget: int) -> No
 def test_what_arrays_are_not_for_is_left_to_the_other_path() -> None:
     side = Side.of(as_arrays=True, num_blocks=4)
     assert isinstance(side.drafter, DraftsChains)
-    others = [ask_of([1], key=key(str(index)), length=1) for index in range(MIN_ROWS - 1)]
+    others = [ask_of([1], key=key(str(index)), length=1) for index in range(3)]
     for unfit in (ask_of([1, 2], max_nodes=3), ask_of([1, 2], forced_ids=(5,)), ask_of([1] * 9, length=9)):
         assert side.drafter.draft_chains([*others, unfit], max_num_tokens=64) is None
-    assert side.drafter.draft_chains(others, max_num_tokens=64) is None
     fit = ask_of([1, 2, 3], length=2)
     assert side.drafter.draft_chains([*others, fit], max_num_tokens=5) is None
     assert side.drafter.draft([fit], max_num_tokens=2) == [], "half of its tokens are computed"

@@ -249,7 +249,7 @@ def test_a_loop_that_checks_ends_when_the_books_are_wrong():
 def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
     loop = Loop()
 
-    def fail(batch):
+    def fail(batch, chosen=None):
         raise ArithmeticError("no device")
 
     loop.runner.execute = fail

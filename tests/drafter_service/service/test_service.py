@@ -310,7 +310,7 @@ async def test_a_dead_engine_ends_the_stream_at_the_next_ping():
 def test_a_failing_engine_is_known_as_dead_by_its_port():
     runner = FakeRunner()
 
-    def fail(batch: Any) -> Any:
+    def fail(batch: Any, chosen: Any = None) -> Any:
         raise ArithmeticError("no device")
 
     runner.execute = fail
