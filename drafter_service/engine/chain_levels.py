@@ -117,8 +117,10 @@ class ChainLevels:
         """Of each row, where its first token stands, and how many tokens it is to have, at least 1."""
         self._samplings, self._positions, self._lengths, self._rules = samplings, first_positions, lengths, rules
         self._choices = choices_of(samplings)
+        self._num_levels = int(lengths.max())
         self._rows = np.arange(len(lengths))  # that the next level chooses for
-        self._levels: list[tuple[Int64s, list[ChildrenOnDevice]]] = []
+        self._num_launched = 0  # levels
+        self._found: list[tuple[Int64s, list[ChildrenOnDevice]]] = []  # with the cells, row by row, that they fill
 
     def grow(self, batches: ChainBatches, token_ids: list[int], forward: LevelForward) -> ChainsLaunched:
         """Launch all forwards: first that of the pending tokens, then one for each level."""
@@ -128,13 +130,22 @@ class ChainLevels:
             self.launch(forward(batches.next(rows, placeholders, level), numbers, wanted))
         return self.send_back()
 
+    def guess(self, logits: torch.Tensor) -> ChainsLaunched:
+        """Choose all tokens of all rows at once: logits float32 [num_tokens, draft_vocab_size], row after row."""
+        rows = np.repeat(self._rows, self._lengths)
+        self._choose(logits, rows, spans(np.zeros_like(self._lengths), self._lengths))
+        return self.send_back()
+
     def launch(self, logits: torch.Tensor) -> None:
         """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size]."""
-        rows = self._rows
+        self._choose(logits, self._rows, np.full_like(self._rows, self._num_launched))
+        self._num_launched += 1
+
+    def _choose(self, logits: torch.Tensor, rows: Int64s, levels: Int64s) -> None:
         found = launch_children(
             logits,
             [self._samplings[row] for row in rows.tolist()],
-            (self._positions[rows] + len(self._levels)).tolist(),
+            (self._positions[rows] + levels).tolist(),
             self._rules.rng,
             vocab_size=self._rules.vocab_size,
             num_children=1,
@@ -142,13 +153,13 @@ class ChainLevels:
             sampled=True,
             choices=self._choices[rows],
         )
-        self._levels.append((rows, found))
+        self._found.append((rows * self._num_levels + levels, found))
 
     def open(self) -> _Opened:
         """Return what the next level's forward computes."""
-        rows, found = self._levels[-1]
-        wanted = np.flatnonzero(self._lengths[rows] > len(self._levels))
-        self._rows = rows[wanted]
+        _, found = self._found[-1]
+        wanted = np.flatnonzero(self._lengths[self._rows] > self._num_launched)
+        self._rows = self._rows[wanted]
         if len(found) == 1:
             return _Opened(self._rows, wanted, placeholder_tokens(wanted), found[0].numbers[0].flatten())
         places = np.argsort(np.concatenate([one.rows for one in found]))
@@ -157,26 +168,25 @@ class ChainLevels:
 
     def send_back(self) -> ChainsLaunched:
         """Begin to copy the chains to the host: those of point masses, and those that were drawn."""
-        num_levels = len(self._levels)
         kinds = []  # of each kind of chains: where its tokens stand, row by row, and the numbers that were found
         for is_drawn in (False, True):
             of_kind = [
-                ((rows if len(one.rows) == len(rows) else rows[one.rows]) * num_levels + level, one.numbers)
-                for level, (rows, found) in enumerate(self._levels)
+                (cells if len(one.rows) == len(cells) else cells[one.rows], one.numbers)
+                for cells, found in self._found
                 for one in found
                 if (len(one.numbers) == 3) == is_drawn
             ]
             if of_kind:
-                cells, numbers = zip(*of_kind, strict=True)
-                kinds.append((np.concatenate(cells), [torch.cat(each) for each in zip(*numbers, strict=True)]))
+                places, numbers = zip(*of_kind, strict=True)
+                kinds.append((np.concatenate(places), [torch.cat(each) for each in zip(*numbers, strict=True)]))
         bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
         *_, (_, (ids, *law)) = kinds
         candidates, weights = law if len(law) == 2 else (ids[:0], ids[:0])
-        numbers = [columns[0][:, 0] for _, columns in kinds]
+        first_ids = torch.cat([columns[0][:, 0] for _, columns in kinds])
         return ChainsLaunched(
             lengths=self._lengths,
             places=np.argsort(np.concatenate([cells for cells, _ in kinds])),
-            tokens=UnreadTokens(torch.cat(numbers) if len(numbers) > 1 else numbers[0], candidates, weights),
+            tokens=UnreadTokens(first_ids, candidates, weights),
             read=partial(self._read, kinds, self._rules.read_back(bits)),
         )
 

@@ -83,7 +83,7 @@ class ChainsForward(Forward[StateT], Protocol[StateT]):
     def take_tokens(self, states: Sequence[StateT], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
         """Roll the states back to what their asks have in common with them.
 
-        Return how many tokens are pending in all, and how many slots those of each state will have taken, int64
+        Return how many tokens are pending in all, and how many slots each state takes until its chain is drafted, int64
         [num_asks]; None: arrays do not do for these. Either way, `begin` may follow instead of `run_chains`.
         """
 
@@ -144,13 +144,12 @@ class PagedDrafter(Generic[StateT]):
             return None
         if (taken := self._chains.take_tokens(states, asks)) is None or taken[0] > max_num_tokens:
             return None
-        lengths = np.array([ask.length for ask in asks], np.int64)
-        if not self._reserve_all(states, taken[1] + lengths - 1):
+        if not self._reserve_all(states, taken[1]):
             return None
         for ask, state in zip(asks, states, strict=True):
             self._states.pop(ask.key, None)
             self._states[ask.key] = state  # most recently asked
-        launched = self._chains.run_chains(states, asks, lengths)
+        launched = self._chains.run_chains(states, asks, np.array([ask.length for ask in asks], np.int64))
         # what another step writes into these blocks comes after what reads them here
         self._trim_all(states, np.array([state.num_slots for state in states]))
         return launched

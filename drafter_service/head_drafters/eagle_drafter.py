@@ -106,7 +106,8 @@ class HeadForward:
         if any(state.num_states < len(state.tokens) - 1 for state in states):
             return None
         num_pending = sum(state.num_states - state.num_true for state in states)
-        return num_pending, np.array([state.num_states - state.first for state in states], np.int64)
+        slots = [state.num_states - state.first + ask.length - 1 for state, ask in zip(states, asks, strict=True)]
+        return num_pending, np.array(slots, np.int64)
 
     def run_chains(self, states: Sequence[HeadState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
         firsts = np.array([state.first for state in states], np.int64)

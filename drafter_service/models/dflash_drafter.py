@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +19,7 @@ from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.heads.head_layer import Attend
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
@@ -82,14 +84,16 @@ class DFlashModel:
         tables = [chunk.block_table for chunk, _ in blocks]
         lengths = [chunk.num_cached + chunk.end - chunk.begin for chunk, _ in blocks]
         contexts = _Contexts.of(self.pool, tables, lengths)
-        first = torch.tensor([len(chunk.ask.token_ids) - 1 for chunk, _ in blocks], device=self._device)
-        output = self._head(
-            torch.tensor([canvas.token_ids for _, canvas in blocks], device=self._device),
-            first[:, None] + torch.arange(self._head.config.block_size, device=self._device),
-            [contexts.attend(layer) for layer in range(len(self._head.layers))],
-        )  # [num_blocks, block_size, hidden_size]
-        wanted = [(index, row) for index, (_, canvas) in enumerate(blocks) for row in canvas.rows]
-        rows = output[torch.tensor(wanted, device=self._device).unbind(1)]  # [num_rows, hidden_size]
+        size = self._head.config.block_size
+        firsts = np.array([[len(chunk.ask.token_ids) - 1] for chunk, _ in blocks])
+        token_ids = np.array([canvas.token_ids for _, canvas in blocks])
+        wanted = [index * size + row for index, (_, canvas) in enumerate(blocks) for row in canvas.rows]
+        sent_ids, positions, sent_rows = upload(
+            [token_ids, firsts + np.arange(size), np.array(wanted, np.int64)], self._device
+        )
+        attends = [contexts.attend(layer) for layer in range(len(self._head.layers))]
+        output = self._head(sent_ids, positions, attends)  # [num_blocks, block_size, hidden_size]
+        rows = output.flatten(0, 1).index_select(0, sent_rows)  # [num_rows, hidden_size]
         found = rows if self.edges else self._head.in_target_ids(self._head.logits(rows).float())
         return list(found.split([len(canvas.rows) for _, canvas in blocks]))
 
@@ -110,8 +114,8 @@ class DFlashModel:
             positions += range(chunk.begin, chunk.end)
             given.append(chunk.ask.states[chunk.begin : chunk.end])
         features = self._head.combine(torch.cat(given).to(self._device, self._dtype))
-        at = torch.tensor(slots, device=self._device)
-        layers = self._head.context_kv(features, torch.tensor(positions, device=self._device))
+        at, places = upload([np.array(slots), np.array(positions)], self._device)
+        layers = self._head.context_kv(features, places)
         for layer, (key, value) in enumerate(layers):
             self.pool.write(layer, at, key, value)
 
@@ -170,10 +174,7 @@ class _Contexts:
 def _group(pool: KVPool, members: Sequence[int], tables: Sequence[list[int]], lengths: Sequence[int]) -> _Group:
     width = max(len(tables[index]) for index in members)
     block_ids = [block for index in members for block in [*tables[index], *[0] * (width - len(tables[index]))]]
-    own_lengths = torch.tensor([lengths[index] for index in members], device=pool.device)
-    is_seen = torch.arange(width * pool.block_size, device=pool.device) < own_lengths[:, None]
-    return _Group(
-        members=torch.tensor(members, device=pool.device),
-        block_ids=torch.tensor(block_ids, device=pool.device),
-        is_seen=is_seen[:, None, None],
-    )
+    own_lengths = np.array([lengths[index] for index in members])
+    sent, sent_ids, sent_lengths = upload([np.array(members), np.array(block_ids), own_lengths], pool.device)
+    is_seen = torch.arange(width * pool.block_size, device=pool.device) < sent_lengths[:, None]
+    return _Group(members=sent, block_ids=sent_ids, is_seen=is_seen[:, None, None])

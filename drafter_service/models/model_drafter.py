@@ -174,8 +174,9 @@ class ModelForward:
     def take_tokens(self, states: Sequence[ModelState], asks: Sequence[Ask]) -> tuple[int, Int64s]:
         for state, ask in zip(states, asks, strict=True):
             state.take_tokens(ask.token_ids)
-        num_tokens = np.array([len(state.tokens) for state in states], np.int64)
-        return int(num_tokens.sum()) - sum(state.num_cached for state in states), num_tokens
+        num_pending = sum(len(state.tokens) - state.num_cached for state in states)
+        slots = [len(state.tokens) + ask.length - 1 for state, ask in zip(states, asks, strict=True)]
+        return num_pending, np.array(slots, np.int64)
 
     def run_chains(self, states: Sequence[ModelState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
         begins = np.array([state.num_cached for state in states], np.int64)

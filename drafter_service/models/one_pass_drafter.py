@@ -10,19 +10,23 @@ KV       |<- num_cached ->|<- this step's part ->|<- canvas: for one forward ---
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.chain_levels import ChainLevels
+from outrider.drafter_service.engine.drafter import Ask, ChainsLaunched
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow, PagedModel
 from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import Edges, grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
+from outrider.verifier_service.messages.columns import Int64s
 from outrider.verifier_service.messages.counts import GraphCounts
 
 
@@ -166,11 +170,39 @@ class CanvasForward:
         state.roll_back(num_kept if can_go_on else 0)
 
     def run(self, step: Step[CanvasState], follow: Follow[CanvasState]) -> None:
-        chunks = [state.chunk(share) for state, share in step.parts]
-        self.num_forwards += 1
-        rows = self._model.execute(chunks)
-        for state, chunk in zip(step.states, chunks, strict=True):
-            state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
+        chunks, rows = self._compute(step.parts)
         ready = [state for state, chunk in zip(step.states, chunks, strict=True) if chunk.canvas is not None]
         drafts = [Growing(state.asked, state.draft, len(state.asked.token_ids)) for state in ready]
         grow_rows(drafts, rows, self._rules, self._model.edges)
+
+    def take_tokens(self, states: Sequence[CanvasState], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
+        """As in `ChainsForward`; not where a row's law is known with the token before it only, nor beyond a canvas."""
+        if self._model.edges is not None:
+            return None
+        for state, ask in zip(states, asks, strict=True):
+            self.begin(state, ask, max_num_tokens=sys.maxsize, growth=None)
+        are_whole = all(len(state.canvas.rows) == ask.length for state, ask in zip(states, asks, strict=True))
+        pending = [state.num_pending for state in states]
+        slots = [state.num_slots_after(count) for state, count in zip(states, pending, strict=True)]
+        for state in states:
+            state.settle()
+        return (sum(pending), np.array(slots, np.int64)) if are_whole else None
+
+    def run_chains(self, states: Sequence[CanvasState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
+        for state, ask in zip(states, asks, strict=True):
+            state.ask = ask
+        _, rows = self._compute((state, state.num_pending) for state in states)
+        for state in states:
+            state.settle()
+        positions = np.array([len(ask.token_ids) for ask in asks], np.int64)
+        return ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules).guess(torch.cat(rows))
+
+    def _compute(self, parts: Iterable[tuple[CanvasState, int]]) -> tuple[list[Chunk], list[torch.Tensor]]:
+        """Run one forward over a share of each state's pending tokens; return it, and the rows of its canvases."""
+        parts = list(parts)
+        chunks = [state.chunk(share) for state, share in parts]
+        self.num_forwards += 1
+        rows = self._model.execute(chunks)
+        for (state, _), chunk in zip(parts, chunks, strict=True):
+            state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
+        return chunks, rows

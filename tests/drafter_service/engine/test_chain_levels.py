@@ -16,11 +16,14 @@ from outrider.drafter_service.engine.chain_levels import ChainBatches
 from outrider.drafter_service.engine.drafter import Ask, DraftsChains
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
+from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import Draft, Drafts
-from tiny.drafters import eagle_drafter, model_drafter
+from tiny.dflash import dflash_head
+from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
 from tiny.heads import eagle3_head, states_of
 
 VOCAB_SIZE, MAX_TOKENS, MAX_LENGTH = 13, 40, 5
@@ -42,6 +45,18 @@ class Side:
     def of(cls, *, as_arrays: bool, **sizes: int) -> Side:
         runner, rng = NoisyRunner(vocab_size=VOCAB_SIZE, **sizes), torch.Generator().manual_seed(0)
         return cls(model_drafter(runner, rng, vocab_size=VOCAB_SIZE - 1, top_n=4), runner, rng, as_arrays)
+
+    @classmethod
+    def of_masks(cls, *, as_arrays: bool, **sizes: int) -> Side:
+        runner, rng = NoisyRunner(vocab_size=VOCAB_SIZE, **sizes), torch.Generator().manual_seed(0)
+        rules = {"mask_token_id": VOCAB_SIZE - 1, "vocab_size": VOCAB_SIZE - 1, "top_n": 4}
+        return cls(parallel_drafter(runner, rng, **rules), runner, rng, as_arrays)
+
+    @classmethod
+    def of_block(cls, head: DFlashHead, *, as_arrays: bool) -> Side:
+        model = DFlashModel(head, num_blocks=200, block_size=4, max_model_len=64)
+        rng = torch.Generator().manual_seed(0)
+        return cls(one_pass_drafter(model, rng, top_n=4), None, rng, as_arrays)
 
     @classmethod
     def of_head(cls, head: DraftHead, *, as_arrays: bool, num_blocks: int) -> Side:
@@ -143,6 +158,20 @@ def test_so_are_those_of_a_head(odd: bool, num_blocks: int) -> None:
     head = eagle3_head()
     arrays, singly = (Side.of_head(head, as_arrays=as_arrays, num_blocks=num_blocks) for as_arrays in (True, False))
     require_equal(arrays, singly, Rounds(1, odd=odd, head=head), 256)
+
+
+@pytest.mark.parametrize(
+    ("odd", "budget", "num_blocks"), [(False, 256, 200), (True, 256, 200), (True, 24, 200), (False, 256, 40)]
+)
+def test_so_are_those_of_masks(odd: bool, budget: int, num_blocks: int) -> None:
+    arrays, singly = (Side.of_masks(as_arrays=as_arrays, num_blocks=num_blocks) for as_arrays in (True, False))
+    require_equal(arrays, singly, Rounds(1, odd=odd), budget)
+
+
+def test_so_are_those_of_a_block_whose_rows_are_laws() -> None:
+    head = dflash_head()
+    arrays, singly = (Side.of_block(head, as_arrays=as_arrays) for as_arrays in (True, False))
+    require_equal(arrays, singly, Rounds(2, odd=False, head=head), 256)
 
 
 def require_equal(arrays: Side, singly: Side, rounds: Rounds, budget: int) -> None:
