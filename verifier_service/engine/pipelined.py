@@ -81,8 +81,9 @@ class PipelinedEngine(VerifierEngine):
         step.exposed_s = read_s - step.waited_since_s
         self.pricing.admit_all(step.take_drafts())
         self._drop_placeholders()
-        for request_id in step.void & self._requests.keys():
-            self.scheduler.roll_back(self._requests[request_id])
+        lost = [self._requests[request_id] for request_id in step.void & self._requests.keys()]
+        counts = {"num_new_tokens": 0, "num_committed": 0, "num_accepted": 0}
+        self.scheduler.commit([Outcome.counted(request, None, **counts) for request in lost])  # their KV is given back
 
     def _drop_placeholders(self) -> None:
         for request in self._undrafted:

@@ -102,6 +102,9 @@ class Scheduler:
         """The background requests without KV, in the order of arrival."""
         return tuple(self._background)
 
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
     def next_deadline_s(self) -> float | None:
         """Return when the first of the running requests that are held, or stand still, may go on; None: none is."""
         pauses = (pause for r in self._running for pause in (r.hold_until_s, r.stands_until_s) if pause is not None)
@@ -233,10 +236,6 @@ class Scheduler:
                 self._tables.publish(request, first // size)
             if request.group_id is not None:
                 self._enqueue(self._groups.release(request))
-
-    def roll_back(self, request: Request) -> None:
-        """Release what was reserved for a step that a request gets nothing of."""
-        self._tables.roll_back(request)
 
     def _move_path(self, request: Request, path: Sequence[int]) -> None:
         """Queue moves of the KV of accepted tree nodes to the slots of their positions; call before committing them.

@@ -69,7 +69,7 @@ def test_it_goes_on_from_its_own_blocks_once_the_others_are_gone():
 def test_a_later_request_finds_its_blocks():
     scheduler = parts.scheduler()
     added(scheduler, "b", LONG, max_tokens=1, is_background=True)
-    while scheduler._requests and scheduler._requests["b"].num_output_tokens == 0:
+    while scheduler.has_work() and scheduler._requests["b"].num_output_tokens == 0:
         step(scheduler)
     scheduler.remove("b")
     assert scheduler.num_prefix_queried_tokens == 0

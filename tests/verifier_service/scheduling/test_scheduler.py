@@ -466,7 +466,7 @@ def test_add_refuses_what_could_never_run(prompt, fields: dict, text: str):
     scheduler = parts.scheduler(num_blocks=7)
     with pytest.raises(ValueError, match=text):
         scheduler.add(parts.request("a", prompt, **fields))
-    assert not scheduler._requests
+    assert not scheduler.has_work()
     assert scheduler.schedule(0.0) is None
 
 

@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added += 1
         self.num_drafted[request.request_id] = self.num_verified[request.request_id] = 0
 
-    @precondition(lambda self: self.scheduler._requests)
+    @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data(), length=st.integers(0, 6), num_right=st.integers(0, 6), sampled=st.booleans())
     def draft_arrives(self, data, length, num_right, sampled):
         request = self.pick(data)
@@ -218,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hold(self, data, wait_s):
         data.draw(st.sampled_from(self.scheduler.running)).hold_until_s = self.now_s + wait_s
 
-    @precondition(lambda self: self.scheduler._requests)
+    @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data())
     def cancel(self, data):
         request = self.pick(data)
@@ -234,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_step()
             self.books_agree()
 
-    @precondition(lambda self: self.scheduler._requests)
+    @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data())
     def step_with_a_cancellation_in_flight(self, data):
         self.run_step(cancel=self.pick(data))
@@ -257,12 +257,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
-            if not self.scheduler._requests:
+            if not self.scheduler.has_work():
                 break
             self.now_s = max([self.now_s, *(r.hold_until_s or 0.0 for r in self.scheduler.running)])
             assert self.run_step(), "nothing is held, so something must run"
             self.books_agree()
-        assert not self.scheduler._requests
+        assert not self.scheduler.has_work()
         self.scheduler._pool.check_integrity([])
 
     def pick(self, data) -> Request:
