@@ -112,8 +112,9 @@ def test_what_is_left_of_the_budget_cuts_drafts_that_were_not_read() -> None:
         lambda bench: bench.add("x", draft_length=3, drafter_id="local", max_tokens=40, presence_penalty=0.5),
         lambda bench: setattr(bench.engine, "launches_early", False),
         lambda bench: setattr(bench.engine, "drafts_here", None),
+        lambda bench: bench.engine.pricing._claims.add(0.5, 20),
     ],
-    ids=["edited", "in turn", "elsewhere"],
+    ids=["edited", "in turn", "elsewhere", "cut"],
 )
 def test_drafts_are_read_first_where_the_step_depends_on_them(hold_up: Callable[[UnreadBench], object]) -> None:
     bench = UnreadBench()
