@@ -49,7 +49,9 @@ ROOMS = {
     "drafter_service/head_drafters": (
         "engine heads verifier_service/messages verifier_service/gpu verifier_service/model"
     ),
-    "drafter_service/models": ("engine heads verifier_service/messages verifier_service/model verifier_service/engine"),
+    "drafter_service/models": (
+        "engine heads verifier_service/messages verifier_service/gpu verifier_service/model verifier_service/engine"
+    ),
     "drafter_service/target": (
         "engine verifier_service/messages verifier_service/model verifier_service/scheduling verifier_service/engine"
     ),

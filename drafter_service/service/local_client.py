@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.own_weights import DrafterControl
 from outrider.drafter_service.service.plugin_drafter import PluginFailedError
-from outrider.verifier_service.drafting.unread import UnreadDrafts
+from outrider.verifier_service.engine.unread import UnreadDrafts
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.engine import ControlResult, UpdateDraftWeights
 

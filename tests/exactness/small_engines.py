@@ -16,9 +16,9 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.asking import CoordinatorConfig
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
-from outrider.verifier_service.drafting.unread import UnreadDrafts
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.runners import Runner
+from outrider.verifier_service.engine.unread import UnreadDrafts
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DrafterEvent, Open, VerifierMessage
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.model.config import ModelConfig

@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.verifier_service.drafting.unread import DraftsHere, attach
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.engine.unread import DraftsHere, attach
 from outrider.verifier_service.messages.request import Request, RequestOutput
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.unread import UnreadTokens

@@ -322,15 +322,8 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward block, each with a norm before it, after it, or both."""
 
     def __init__(
-        self,
-        *,
-        attention: Attention,
-        mlp: nn.Module,
-        before_attention: nn.Module,
-        after_attention: nn.Module,
-        before_mlp: nn.Module,
-        after_mlp: nn.Module,
-        residual_scale: float,
+        self, *, attention: Attention, mlp: nn.Module, before_attention: nn.Module, after_attention: nn.Module,
+        before_mlp: nn.Module, after_mlp: nn.Module, residual_scale: float,
     ) -> None:
         super().__init__()
         self.attention, self.mlp = attention, mlp

@@ -149,12 +149,15 @@ def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient)
     )
 
 
-def beside(pair: Pair, clock: Clock) -> Played:
-    """Return a verifier with its drafter in the same process, on the same device."""
+def beside(pair: Pair, clock: Clock, *, reads_first: bool = False) -> Played:
+    """Return a verifier with its drafter in the same process, on the same device.
+
+    `reads_first`: no draft is verified before the host has read it.
+    """
     device = PlayedDevice(clock, cold_s=pair.cold_s)
     client = LocalDraftClient(draft_engine(pair, device))
     played = played_engine(pair, clock, client, device=device)
-    played.engine.drafts_here = client
+    played.engine.drafts_here = None if reads_first else client
     return played
 
 
@@ -201,16 +204,22 @@ class Decoded:
 
 
 def decode_steps(
-    played: Played, streams: int, *, num_skipped: int = 64, num_steps: int = 128, draft_length: int = DRAFT_LENGTH
+    played: Played,
+    streams: int,
+    *,
+    num_skipped: int = 64,
+    num_steps: int = 128,
+    draft_length: int = DRAFT_LENGTH,
+    is_pinned: bool = False,
 ) -> Decoded:
-    """Decode with so many requests; what the first steps bring does not count."""
+    """Decode with so many requests; what the first steps bring does not count. `is_pinned`: whatever drafts cost."""
     engine, clock = played.engine, played.device.clock
     for index in range(streams):
         request = GenerationRequest(
             request_id=f"{streams}-{index}",
             prompt_token_ids=tuple((index * 7 + place) % 500 for place in range(PROMPT_LENGTH)),
             sampling=SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True),
-            plan=SpeculationPlan(draft_length=draft_length),
+            plan=SpeculationPlan(draft_length=draft_length, is_pinned=is_pinned),
             cache_salt=str(index),
         )
         assert engine.add(request) is None

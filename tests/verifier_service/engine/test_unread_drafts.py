@@ -14,8 +14,8 @@ from outrider.drafter_service.engine.drafter import ChainAnswers, DraftEngineCon
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.plugin_drafter import PluginFailedError
-from outrider.verifier_service.drafting.unread import UnreadDrafts
 from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.engine.unread import UnreadDrafts
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
 from outrider.verifier_service.scheduling.outcome import Outcome
 from tiny.drafters import model_drafter

@@ -27,7 +27,7 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
-from exactness.test_device_steps import count_placeholders
+from exactness.steps.test_device_steps import count_placeholders
 from fakes.scripted import ScriptedTarget, triple_law
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import (

@@ -8,7 +8,7 @@ import torch
 
 from fakes.engine_bench import make_request
 from outrider.verifier_service.drafting.drafter_record import OutstandingRound
-from outrider.verifier_service.drafting.unread import UnreadDrafts, attach
+from outrider.verifier_service.engine.unread import UnreadDrafts, attach
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.sampling.unread import UnreadTokens
