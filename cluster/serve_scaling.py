@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from outrider.cluster.router.serve_scaling import ServicePolicy
+from outrider.cluster.scaling.serve_scaling import ServicePolicy
 
 __all__ = ["ServicePolicy"]

@@ -72,9 +72,10 @@ ROOMS = {
         "verifier_service/model verifier_service/engine"
     ),
     # the service around them
-    "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
+    "cluster": "scaling replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/messages verifier_service/links",
     "cluster/router": "common verifier_service/messages drafter_service/learning",
+    "cluster/scaling": "router verifier_service/messages",
     "cluster/monitoring": "router verifier_service/messages drafter_service/learning",
     "cluster/gateway": (
         "common router monitoring proto verifier_service verifier_service/messages verifier_service/links "
@@ -91,12 +92,12 @@ ROOMS = {
         "hosted verifier_service verifier_service/messages verifier_service/model verifier_service/engine"
     ),
     "cluster/config": (
-        "common router replies vllm_engine verifier_service verifier_service/messages verifier_service/model "
+        "common router scaling replies vllm_engine verifier_service verifier_service/messages verifier_service/model "
         "verifier_service/links verifier_service/engine drafter_service/service drafter_service/learning "
         "drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway peers replies api api/openai api/rollouts config vllm_engine proto "
+        "common router scaling monitoring gateway peers replies api api/openai api/rollouts config vllm_engine proto "
         "verifier_service verifier_service/messages verifier_service/model verifier_service/links "
         "verifier_service/engine drafter_service/engine drafter_service/service drafter_service/learning"
     ),
@@ -137,15 +138,15 @@ ROOMS = {
     "lab/embedded": "drafter_service/embedded drafter_service/service drafter_service/training",
     "lab/replay": "verifier_service/messages drafter_service/engine drafter_service/lookup",
     "lab/simulate": (
-        "lab replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "
+        "lab replay cluster/common cluster/router cluster/scaling verifier_service/messages verifier_service/pricing "
         "verifier_service/scheduling"
     ),
     "lab/demo": (
-        "lab cluster/common cluster/router cluster/gateway cluster/config cluster/replicas cluster/client proto "
-        "verifier_service/messages verifier_service/model drafter_service/embedded"
+        "lab cluster/common cluster/router cluster/scaling cluster/gateway cluster/config cluster/replicas "
+        "cluster/client proto verifier_service/messages verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
-        "lab bench gateway peers corpus head replay simulate demo cluster/common cluster/router cluster/config "
+        "lab bench gateway peers corpus head replay simulate demo cluster/common cluster/scaling cluster/config "
         "cluster/replicas cluster/offline cluster/client cluster/cli"
     ),
 }
@@ -156,8 +157,9 @@ PURE_MODULES = {  # a room's modules; of those with none named, all
     "verifier_service/scheduling": (),
     "verifier_service/pricing": (),
     "cluster/router": (
-        *("routing", "planning", "drafter_assignment", "router", "fleet", "autoscaling", "scaling_figures"),
+        *("routing", "planning", "drafter_assignment", "router", "fleet"),
     ),
+    "cluster/scaling": ("autoscaling", "figures"),
 }
 BANNED_IN_PURE = frozenset({"torch", "ray", "grpc"})
 OBJECT_COLLECTIVES = frozenset(

@@ -11,7 +11,7 @@ from outrider.cluster.common.options import Json, Options, Positive, option
 from outrider.cluster.config.known_models import drafter_paths, path_of, usual_drafting
 from outrider.cluster.config.learner_options import LearnerOptions, read_learner
 from outrider.cluster.config.speculative_options import TABLE_KEY, parse_speculative_config
-from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
+from outrider.cluster.scaling.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.drafter_service.service.speculative_config import (
     MAX_DRAFT_LENGTH,
     Location,

@@ -16,8 +16,8 @@ from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOptions, Replicas, Resources
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
-from outrider.cluster.router.autoscaling import ReplicaRange
 from outrider.cluster.router.fleet import VerifierRole
+from outrider.cluster.scaling.autoscaling import ReplicaRange
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.lossy import require_lossless

@@ -27,9 +27,9 @@ from outrider.cluster.replicas.gateway_replica import GatewayReplica
 from outrider.cluster.replicas.learner_replica import LearnerReplica
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
-from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.router.fleet import VerifierRole
-from outrider.cluster.router.serve_scaling import (
+from outrider.cluster.scaling.autoscaling import PoolsPolicy, ReplicaRange
+from outrider.cluster.scaling.serve_scaling import (
     GATEWAY_TARGETS,
     PREFILL_VERIFIERS,
     VERIFIERS,
@@ -185,7 +185,7 @@ def _scaling(replicas: ReplicaRange, targets: dict[str, float], *, is_watched: b
     if replicas.is_fixed and not is_watched:
         return {"num_replicas": replicas.fewest}
     policy = AutoscalingPolicy(
-        policy_function="outrider.cluster.router.serve_scaling:PoolPolicy", policy_kwargs={"targets": targets}
+        policy_function="outrider.cluster.scaling.serve_scaling:PoolPolicy", policy_kwargs={"targets": targets}
     )
     scaling = AutoscalingConfig(
         min_replicas=replicas.fewest,

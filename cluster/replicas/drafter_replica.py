@@ -18,7 +18,7 @@ from outrider.cluster.replicas.node_address import internal_address, with_closed
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
 from outrider.cluster.router.fleet import DrafterReport
-from outrider.cluster.router.scaling_figures import drafter_figures
+from outrider.cluster.scaling.figures import drafter_figures
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.methods import Kind

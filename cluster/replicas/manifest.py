@@ -19,7 +19,7 @@ from outrider.cluster.common.api_keys import with_api_key_hashes
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.app import OptionsError, build_app
 from outrider.cluster.router.fleet import RouterPolicy, with_changes
-from outrider.cluster.router.serve_scaling import ServicePolicy, is_learner, learner_deployment
+from outrider.cluster.scaling.serve_scaling import ServicePolicy, is_learner, learner_deployment
 
 IMPORT_PATH = "outrider.cluster.app:build_app"
 POLICY_PATH = "outrider.cluster.serve_scaling:ServicePolicy"

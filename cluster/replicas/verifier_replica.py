@@ -17,7 +17,7 @@ from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TI
 from outrider.cluster.replicas.replica_base import ReplicaBase, own_id
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport, VerifierRole
-from outrider.cluster.router.scaling_figures import VerifierFigures
+from outrider.cluster.scaling.figures import VerifierFigures
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer

@@ -1,1 +1,1 @@
-"""Where requests go, which drafter drafts for them, and how large the pools should be."""
+"""Where requests go, and which drafter drafts for them."""

@@ -211,7 +211,7 @@ def _kv(given: SimpleNamespace, _: Path | None) -> tuple[Any, Any]:
 
 
 def _day(given: SimpleNamespace, plot_file: Path | None) -> tuple[Any, Any]:
-    from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
+    from outrider.cluster.scaling.autoscaling import PoolsPolicy, ReplicaRange
     from outrider.lab.simulate.load import Day
     from outrider.lab.simulate.report import day_table
     from outrider.lab.simulate.scaling import ScalingOptions

@@ -10,7 +10,7 @@ from ray import serve
 from outrider.cluster.common.reports import REPORT_INTERVAL_S
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.router.fleet import FleetSnapshot, PolicyMode
-from outrider.cluster.router.serve_scaling import drafter_deployment
+from outrider.cluster.scaling.serve_scaling import drafter_deployment
 from outrider.lab.demo.waiting import show_wait
 
 POLL_S = 0.2

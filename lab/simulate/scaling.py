@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.cluster.router.autoscaling import (
+from outrider.cluster.router.fleet import DrafterReport, VerifierReport
+from outrider.cluster.scaling.autoscaling import (
     DraftersLoad,
     PoolSizes,
     PoolsLoad,
@@ -13,8 +14,7 @@ from outrider.cluster.router.autoscaling import (
     VerifiersLoad,
     desired_pools,
 )
-from outrider.cluster.router.fleet import DrafterReport, VerifierReport
-from outrider.cluster.router.scaling_figures import knee_fill
+from outrider.cluster.scaling.figures import knee_fill
 from outrider.verifier_service.messages.counts import EngineCounters
 
 

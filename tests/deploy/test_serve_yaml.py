@@ -7,7 +7,7 @@ from ray.serve.config import AutoscalingPolicy
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.router.serve_scaling import ServicePolicy
+from outrider.cluster.scaling.serve_scaling import ServicePolicy
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = {

@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.router.autoscaling import FIRST_POOL
+from outrider.cluster.scaling.autoscaling import FIRST_POOL
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Method
 

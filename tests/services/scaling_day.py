@@ -1,11 +1,11 @@
 """A day of a service whose pools follow the price: a real one on three raylets, recorded as its policy saw it.
 
-    PYTHONPATH=tests python -m services.scaling_day --record tests/cluster/router/recorded_day.jsonl.gz
+    PYTHONPATH=tests python -m services.scaling_day --record tests/cluster/scaling/recorded_day.jsonl.gz
 
 The table goes into docs/results/scaling.md. The target is inflated so that drafts pay for one stream and not for many;
 targets per replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain
 decoding.
-`test_scaling_days.py` decides the record again.
+`test_days.py` decides the record again.
 """
 
 from __future__ import annotations

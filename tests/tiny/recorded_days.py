@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from outrider.cluster.router.scaling_days import Moment
+from outrider.cluster.scaling.days import Moment
 
 
 def read_day(path: Path) -> list[Moment]:

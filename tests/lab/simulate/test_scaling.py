@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes.fleet_snapshots import BUSY_VERIFIER
 from fakes.reports import changed
-from outrider.cluster.router.autoscaling import PoolsPolicy
+from outrider.cluster.scaling.autoscaling import PoolsPolicy
 from outrider.lab.simulate.scaling import PoolScaler, ScalingOptions
 from outrider.verifier_service.messages.engine import EngineCounters
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.router.fleet import PolicyMode, RouterPolicy
+from outrider.cluster.scaling.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.lab.replay.traces import Trace
 from outrider.lab.simulate.accelerators import StepTiming
 from outrider.lab.simulate.drafting import DrafterShape, DraftSpeed, RoundLoad, choose_round, with_drafts

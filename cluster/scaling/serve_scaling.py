@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outrider.cluster.router.autoscaling import (
+from outrider.cluster.scaling.autoscaling import (
     FIRST_POOL,
     PoolSize,
     PoolSizes,
@@ -28,8 +28,8 @@ from outrider.cluster.router.autoscaling import (
     desired_pools,
     desired_replicas,
 )
-from outrider.cluster.router.scaling_days import DayRecorder, Moment
-from outrider.cluster.router.scaling_figures import Figures, pools_load
+from outrider.cluster.scaling.days import DayRecorder, Moment
+from outrider.cluster.scaling.figures import Figures, pools_load
 
 logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: this logger writes to its log
 GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
@@ -106,7 +106,7 @@ class ServicePolicy:
     """Scale verifiers and all pools of drafters together, gateways and verifiers for prompts by their own figures.
 
     `settings` are fields of `PoolsPolicy`; its ranges are Serve's bounds of the deployments. Decisions and the figures
-    behind them are appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
+    behind them are appended to the file `recorded_to` (`days.py`), on the head node's disk.
     """
 
     def __init__(self, recorded_to: str | None = None, **settings: float) -> None:

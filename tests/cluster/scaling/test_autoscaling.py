@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cluster.router.autoscaling import (
+from outrider.cluster.scaling.autoscaling import (
     DOWNSCALE_SHARE,
     DraftersLoad,
     PoolsLoad,

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
 from outrider.cluster.router.planning import off
-from outrider.cluster.router.scaling_figures import VerifierFigures, drafter_figures, pools_load
+from outrider.cluster.scaling.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
+from outrider.cluster.scaling.figures import VerifierFigures, drafter_figures, pools_load
 from outrider.verifier_service.messages.counts import HistogramCounts
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, RequestLoad

@@ -13,8 +13,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.app import build
-from outrider.cluster.router.autoscaling import ReplicaRange
-from outrider.cluster.router.serve_scaling import PoolPolicy, ServicePolicy
+from outrider.cluster.scaling.autoscaling import ReplicaRange
+from outrider.cluster.scaling.serve_scaling import PoolPolicy, ServicePolicy
 from tiny.recorded_days import read_day
 
 TARGETS = {"num_requests": 10.0, "kv_usage": 0.8}
@@ -174,7 +174,7 @@ def test_an_unknown_setting_is_refused_by_name():
     ("name", "kwargs"), [("PoolPolicy", {"targets": TARGETS}), ("ServicePolicy", {"requests_per_verifier": 10.0})]
 )
 def test_serve_carries_the_policies_to_its_controller(name, kwargs):
-    policy = AutoscalingPolicy(policy_function=f"outrider.cluster.router.serve_scaling:{name}", policy_kwargs=kwargs)
+    policy = AutoscalingPolicy(policy_function=f"outrider.cluster.scaling.serve_scaling:{name}", policy_kwargs=kwargs)
     there = policy.get_policy()(**policy.policy_kwargs)
     if name == "PoolPolicy":
         assert there(Context(1, {"num_requests": {"a": 25.0}})) == (3, {})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from outrider.cluster.router.autoscaling import FIRST_POOL, PoolSizes, PoolsLoad, PoolsPolicy
+from outrider.cluster.scaling.autoscaling import FIRST_POOL, PoolSizes, PoolsLoad, PoolsPolicy
 
 logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: this logger writes to its log
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
 from outrider.cluster.router.fleet import LACKS_DRAFTER
+from outrider.cluster.scaling.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
 from outrider.verifier_service.messages.counts import EngineCounters
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineLoad

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.router.autoscaling import (
+from outrider.cluster.scaling.autoscaling import (
     DraftersLoad,
     PoolsLoad,
     PoolsPolicy,
@@ -20,7 +20,7 @@ from outrider.cluster.router.autoscaling import (
     VerifiersLoad,
     desired_pools,
 )
-from outrider.cluster.router.scaling_days import DayRecorder, Moment
+from outrider.cluster.scaling.days import DayRecorder, Moment
 from tiny.recorded_days import read_day
 
 DAY = read_day(Path(__file__).with_name("recorded_day.jsonl.gz"))
