@@ -66,6 +66,6 @@ def test_the_study_says_what_a_step_takes_by_part():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.stdout.splitlines() if "| 1 |" in line]
     parts = {row[1]: dict(zip(("step", *PARTS), map(float, row[2:]), strict=True)) for row in rows}
     assert parts["none"]["drafting"] == parts["none"]["waiting"] == 0.0
-    assert parts["one process"]["drafting"] > 3.0, "four levels of 0.9 ms"
+    assert 0.0 < parts["one process"]["drafting"] < 3.6, "what is left of four levels once the step behind is launched"
     assert parts["two"]["waiting"] > 0.0, "by the clock: on a busy machine less than 3.6 ms is left to wait for"
     assert parts["two"]["drafting"] == 0.0
