@@ -7,6 +7,7 @@ is an array operation. Rows stay in the order of their asks; a chain that has it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +20,11 @@ from outrider.drafter_service.engine.draft_sampler import (
     PendingCopy,
     choices_of,
     launch_children,
+    select_rows,
 )
 from outrider.drafter_service.engine.drafter import ChainAnswers, ChainsLaunched
 from outrider.drafter_service.engine.tree_growth import DraftRules
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens
 from outrider.verifier_service.messages.columns import Chains, Int64s, spans, starts_of
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling
@@ -106,6 +109,9 @@ class _Opened(NamedTuple):
 # Takes a batch and, from the second level on, the numbers that its placeholders are among and where its rows stand
 # among those of the level before; returns float32 logits [num_rows, draft_vocab_size].
 LevelForward = Callable[[ScheduledBatch, torch.Tensor | None, Int64s | None], torch.Tensor]
+# Takes rows, a level, and the tokens before, int64 [num_rows]; returns float32 logits [num_rows, draft_vocab_size], and
+# the chances [num_rows] that what is drawn is accepted; None: the laws say it.
+LawAfter = Callable[[Int64s, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class ChainLevels:
@@ -136,12 +142,26 @@ class ChainLevels:
         self._choose(logits, rows, spans(np.zeros_like(self._lengths), self._lengths))
         return self.send_back()
 
-    def launch(self, logits: torch.Tensor) -> None:
-        """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size]."""
-        self._choose(logits, self._rows, np.full_like(self._rows, self._num_launched))
+    def along(self, law: LawAfter, previous: torch.Tensor) -> ChainsLaunched:
+        """Choose level by level, by laws that follow from the token before: at first `previous`, int64 [num_rows]."""
+        self.launch(*law(self._rows, 0, previous))
+        for level in range(1, self._num_levels):
+            rows, _, placeholders, numbers = self.open()
+            previous = numbers.index_select(
+                0, upload_rows([-1 - token_id for token_id in placeholders], numbers.device)
+            )
+            self.launch(*law(rows, level, previous))
+        return self.send_back()
+
+    def launch(self, logits: torch.Tensor, chances: torch.Tensor | None = None) -> None:
+        """Choose the next token of every row that wants one: logits float32 [num_such_rows, draft_vocab_size].
+
+        `chances` [num_such_rows] that what is chosen is accepted; None: the laws say it.
+        """
+        self._choose(logits, self._rows, np.full_like(self._rows, self._num_launched), chances)
         self._num_launched += 1
 
-    def _choose(self, logits: torch.Tensor, rows: Int64s, levels: Int64s) -> None:
+    def _choose(self, logits: torch.Tensor, rows: Int64s, levels: Int64s, chances: torch.Tensor | None = None) -> None:
         found = launch_children(
             logits,
             [self._samplings[row] for row in rows.tolist()],
@@ -153,6 +173,9 @@ class ChainLevels:
             sampled=True,
             choices=self._choices[rows],
         )
+        if chances is not None:
+            told = [select_rows(chances[:, None].double(), one.rows) for one in found]
+            found = [_told(one, own) for one, own in zip(found, told, strict=True)]
         self._found.append((rows * self._num_levels + levels, found))
 
     def open(self) -> _Opened:
@@ -174,14 +197,14 @@ class ChainLevels:
                 (cells if len(one.rows) == len(cells) else cells[one.rows], one.numbers)
                 for cells, found in self._found
                 for one in found
-                if (len(one.numbers) == 3) == is_drawn
+                if (len(one.numbers) > 2) == is_drawn
             ]
             if of_kind:
                 places, numbers = zip(*of_kind, strict=True)
                 kinds.append((np.concatenate(places), [torch.cat(each) for each in zip(*numbers, strict=True)]))
         bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
         *_, (_, (ids, *law)) = kinds
-        candidates, weights = law if len(law) == 2 else (ids[:0], ids[:0])
+        candidates, weights = law[:2] if len(law) > 1 else (ids[:0], ids[:0])
         first_ids = torch.cat([columns[0][:, 0] for _, columns in kinds])
         return ChainsLaunched(
             lengths=self._lengths,
@@ -195,24 +218,32 @@ class ChainLevels:
         answers: list[ChainAnswers] = []
         for places, columns in kinds:
             order = np.argsort(places)
-            rows = np.flatnonzero((self._choices == BY_LAW) == (len(columns) == 3))
+            rows = np.flatnonzero((self._choices == BY_LAW) == (len(columns) > 2))
             found = [next(parts).view(each.dtype).view(each.shape).numpy()[order] for each in columns]
             answers.append(ChainAnswers(rows.tolist(), _chains(self._lengths[rows], *found)))
         return answers
 
 
+def _told(found: ChildrenOnDevice, chances: torch.Tensor) -> ChildrenOnDevice:
+    """Give children the chances [num_rows, 1] that a head says."""
+    kept = found.numbers[:1] if len(found.numbers) == 2 else found.numbers
+    return replace(found, numbers=(*kept, chances))
+
+
 def _chains(lengths: Int64s, ids: np.ndarray, *others: np.ndarray) -> Chains:
     """Join chains: ids [num_tokens, 1], and their chances likewise, or the rows and weights that they were drawn from.
 
-    The rows come likeliest first, which is what a drawn token's confidence is; weights of 0 are left out.
+    The rows come likeliest first, which is what a drawn token's confidence is where its head does not say another;
+    weights of 0 are left out.
     """
     if len(others) == 1:
         none = np.zeros(0, np.int32)
         confidences, sizes, row_ids, row_weights = others[0][:, 0], np.zeros(0, np.int64), none, none
     else:
-        candidates, weights = others
+        candidates, weights, *told = others
         is_kept = weights > 0
-        confidences, sizes = weights[:, 0] / DRAFT_PROB_SCALE, is_kept.sum(axis=1)
+        confidences = told[0][:, 0] if told else weights[:, 0] / DRAFT_PROB_SCALE
+        sizes = is_kept.sum(axis=1)
         row_ids, row_weights = candidates[is_kept].astype(np.int32), weights[is_kept].astype(np.int32)
     return Chains(
         lengths=lengths,

@@ -28,11 +28,12 @@ from outrider.drafter_service.engine.tree_growth import (
     chain_growth,
     draws_rows,
 )
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import ROOT, SparseRow
 
-# of rows [num_rows, width] and the tokens before them: float32 logits [num_rows, vocab_size], and the chance that what
-# is drawn from each is accepted [num_rows], None: the law says it
-Edges = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor | None]]
+# of rows [num_rows, width] and the tokens before them, int64 [num_rows]: float32 logits [num_rows, vocab_size], and the
+# chance that what is drawn from each is accepted [num_rows], None: the law says it
+Edges = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens
 
 
@@ -106,7 +107,8 @@ def _choose(places: Sequence[_Place], rules: DraftRules) -> list[Children]:
 
 def _grow_along(places: Sequence[tuple[_Place, int]], rules: DraftRules, edges: Edges) -> list[Children]:
     """Return the children of nodes, each given with its token."""
-    laws, chances = edges(torch.stack([place.row for place, _ in places]), [token_id for _, token_id in places])
+    rows = torch.stack([place.row for place, _ in places])
+    laws, chances = edges(rows, upload_rows([token_id for _, token_id in places], rows.device))
     found = _choose([place._replace(row=law) for (place, _), law in zip(places, laws, strict=True)], rules)
     if chances is None:
         return found

@@ -98,8 +98,8 @@ class DFlashModel:
         return list(found.split([len(canvas.rows) for _, canvas in blocks]))
 
     @torch.inference_mode()
-    def _after(self, rows: torch.Tensor, previous: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, confidences = self._head.after(rows, torch.tensor(previous, device=self._device))
+    def _after(self, rows: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, confidences = self._head.after(rows, previous)
         return self._head.in_target_ids(logits.float()), confidences
 
     def _write_context(self, chunks: Sequence[Chunk]) -> None:

@@ -25,8 +25,9 @@ from outrider.drafter_service.engine.paged_drafter import Follow, PagedModel
 from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import Edges, grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
+from outrider.verifier_service.gpu.transfers import upload, upload_rows
 from outrider.verifier_service.messages.batch import slots_of
-from outrider.verifier_service.messages.columns import Int64s
+from outrider.verifier_service.messages.columns import Int64s, starts_of
 from outrider.verifier_service.messages.counts import GraphCounts
 
 
@@ -176,9 +177,7 @@ class CanvasForward:
         grow_rows(drafts, rows, self._rules, self._model.edges)
 
     def take_tokens(self, states: Sequence[CanvasState], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
-        """As in `ChainsForward`; not where a row's law is known with the token before it only, nor beyond a canvas."""
-        if self._model.edges is not None:
-            return None
+        """As in `ChainsForward`; not where a chain is longer than its canvas."""
         for state, ask in zip(states, asks, strict=True):
             self.begin(state, ask, max_num_tokens=sys.maxsize, growth=None)
         are_whole = all(len(state.canvas.rows) == ask.length for state, ask in zip(states, asks, strict=True))
@@ -195,7 +194,15 @@ class CanvasForward:
         for state in states:
             state.settle()
         positions = np.array([len(ask.token_ids) for ask in asks], np.int64)
-        return ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules).guess(torch.cat(rows))
+        levels = ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules)
+        found, edges, starts = torch.cat(rows), self._model.edges, starts_of(lengths)
+        if edges is None:
+            return levels.guess(found)
+
+        def law(chains: Int64s, level: int, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return edges(found.index_select(0, upload([starts[chains] + level], found.device)[0]), previous)
+
+        return levels.along(law, upload_rows([ask.token_ids[-1] for ask in asks], found.device))
 
     def _compute(self, parts: Iterable[tuple[CanvasState, int]]) -> tuple[list[Chunk], list[torch.Tensor]]:
         """Run one forward over a share of each state's pending tokens; return it, and the rows of its canvases."""

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider.drafter_service.heads.block_edges import EdgesConfig
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, qwen3_layer, randomised
 
 MASK_ID, BLOCK_SIZE = 60, 6
+KINDS: dict[str, EdgesConfig] = {
+    "dspark": EdgesConfig(markov_rank=4, has_confidence=True, confidence_reads_token=True),
+    "dflash2": EdgesConfig(selector_rank=4, selector_top_k=5, conv_kernel_size=2, conv_group_size=4),
+}
 
 
 def dflash_head(seed: int = 0, *, num_ids: int = VOCAB_SIZE, **changes: Any) -> DFlashHead:

@@ -22,7 +22,7 @@ from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import Draft, Drafts
-from tiny.dflash import dflash_head
+from tiny.dflash import KINDS, dflash_head
 from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
 from tiny.heads import eagle3_head, states_of
 
@@ -168,8 +168,9 @@ def test_so_are_those_of_masks(odd: bool, budget: int, num_blocks: int) -> None:
     require_equal(arrays, singly, Rounds(1, odd=odd), budget)
 
 
-def test_so_are_those_of_a_block_whose_rows_are_laws() -> None:
-    head = dflash_head()
+@pytest.mark.parametrize("kind", ["laws", *KINDS])
+def test_so_are_those_of_a_block(kind: str) -> None:
+    head = dflash_head() if kind == "laws" else dflash_head(edges=KINDS[kind], sample_from_anchor=kind == "dspark")
     arrays, singly = (Side.of_block(head, as_arrays=as_arrays) for as_arrays in (True, False))
     require_equal(arrays, singly, Rounds(2, odd=False, head=head), 256)
 

@@ -13,20 +13,15 @@ from safetensors.torch import save_file
 
 from exactness.drafter_cells import Bench
 from fakes.drafter_play import ask_of, draft_of
-from outrider.drafter_service.heads.block_edges import EdgesConfig
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.heads.head_layer import HeadError
 from outrider.drafter_service.models.dflash_drafter import DFlashModel
-from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_hidden
+from tiny.dflash import BLOCK_SIZE, KINDS, MASK_ID, dflash_head, slow_hidden
 from tiny.drafters import one_pass_drafter
 from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, states_of
 from tiny.models import make_checkpoint
 
 PROMPT = [5, 17, 3, 40, 22, 9, 31]
-KINDS: dict[str, EdgesConfig] = {
-    "dspark": EdgesConfig(markov_rank=4, has_confidence=True, confidence_reads_token=True),
-    "dflash2": EdgesConfig(selector_rank=4, selector_top_k=5, conv_kernel_size=2, conv_group_size=4),
-}
 
 
 def make_head(kind: str) -> DFlashHead:
