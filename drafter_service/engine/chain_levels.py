@@ -24,11 +24,11 @@ from outrider.drafter_service.engine.draft_sampler import (
 )
 from outrider.drafter_service.engine.drafter import ChainAnswers, ChainsLaunched
 from outrider.drafter_service.engine.tree_growth import DraftRules
-from outrider.verifier_service.gpu.transfers import upload_rows
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_tokens
 from outrider.verifier_service.messages.columns import Chains, Int64s, spans, starts_of
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling
-from outrider.verifier_service.sampling.unread import UnreadTokens
+from outrider.verifier_service.sampling.unread import UnreadChains, UnreadTokens
 
 
 class ChainBatches:
@@ -102,7 +102,7 @@ class _Opened(NamedTuple):
 
     rows: Int64s
     wanted: Int64s  # where they stand among the rows of the level before
-    token_ids: list[int]  # placeholders of their last tokens …
+    places: Int64s  # where their last tokens are …
     numbers: torch.Tensor  # … among these
 
 
@@ -112,6 +112,9 @@ LevelForward = Callable[[ScheduledBatch, torch.Tensor | None, Int64s | None], to
 # Takes rows, a level, and the tokens before, int64 [num_rows]; returns float32 logits [num_rows, draft_vocab_size], and
 # the chances [num_rows] that what is drawn is accepted; None: the laws say it.
 LawAfter = Callable[[Int64s, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+_Kind = tuple[Int64s, list[torch.Tensor]]  # of chains: where its tokens stand, row by row, and the numbers found
 
 
 class ChainLevels:
@@ -132,8 +135,8 @@ class ChainLevels:
         """Launch all forwards: first that of the pending tokens, then one for each level."""
         self.launch(forward(batches.first(token_ids), None, None))
         for level in range(1, batches.num_levels):
-            rows, wanted, placeholders, numbers = self.open()
-            self.launch(forward(batches.next(rows, placeholders, level), numbers, wanted))
+            rows, wanted, places, numbers = self.open()
+            self.launch(forward(batches.next(rows, placeholder_tokens(places), level), numbers, wanted))
         return self.send_back()
 
     def guess(self, logits: torch.Tensor) -> ChainsLaunched:
@@ -146,10 +149,8 @@ class ChainLevels:
         """Choose level by level, by laws that follow from the token before: at first `previous`, int64 [num_rows]."""
         self.launch(*law(self._rows, 0, previous))
         for level in range(1, self._num_levels):
-            rows, _, placeholders, numbers = self.open()
-            previous = numbers.index_select(
-                0, upload_rows([-1 - token_id for token_id in placeholders], numbers.device)
-            )
+            rows, _, places, numbers = self.open()
+            previous = numbers.index_select(0, upload([places], numbers.device)[0])
             self.launch(*law(rows, level, previous))
         return self.send_back()
 
@@ -174,8 +175,7 @@ class ChainLevels:
             choices=self._choices[rows],
         )
         if chances is not None:
-            told = [select_rows(chances[:, None].double(), one.rows) for one in found]
-            found = [_told(one, own) for one, own in zip(found, told, strict=True)]
+            found = [_told(one, chances) for one in found]
         self._found.append((rows * self._num_levels + levels, found))
 
     def open(self) -> _Opened:
@@ -184,14 +184,14 @@ class ChainLevels:
         wanted = np.flatnonzero(self._lengths[self._rows] > self._num_launched)
         self._rows = self._rows[wanted]
         if len(found) == 1:
-            return _Opened(self._rows, wanted, placeholder_tokens(wanted), found[0].numbers[0].flatten())
+            return _Opened(self._rows, wanted, wanted, found[0].numbers[0].flatten())
         places = np.argsort(np.concatenate([one.rows for one in found]))
         numbers = torch.cat([one.numbers[0].flatten() for one in found])
-        return _Opened(self._rows, wanted, placeholder_tokens(places[wanted]), numbers)
+        return _Opened(self._rows, wanted, places[wanted], numbers)
 
     def send_back(self) -> ChainsLaunched:
         """Begin to copy the chains to the host: those of point masses, and those that were drawn."""
-        kinds = []  # of each kind of chains: where its tokens stand, row by row, and the numbers that were found
+        kinds: list[_Kind] = []
         for is_drawn in (False, True):
             of_kind = [
                 (cells if len(one.rows) == len(cells) else cells[one.rows], one.numbers)
@@ -203,17 +203,16 @@ class ChainLevels:
                 places, numbers = zip(*of_kind, strict=True)
                 kinds.append((np.concatenate(places), [torch.cat(each) for each in zip(*numbers, strict=True)]))
         bits = torch.cat([each.view(torch.int64).flatten() for _, columns in kinds for each in columns])
+        return ChainsLaunched(partial(self._unread, kinds), partial(self._read, kinds, self._rules.read_back(bits)))
+
+    def _unread(self, kinds: Sequence[_Kind]) -> UnreadChains:
         *_, (_, (ids, *law)) = kinds
         candidates, weights = law[:2] if len(law) > 1 else (ids[:0], ids[:0])
-        first_ids = torch.cat([columns[0][:, 0] for _, columns in kinds])
-        return ChainsLaunched(
-            lengths=self._lengths,
-            places=np.argsort(np.concatenate([cells for cells, _ in kinds])),
-            tokens=UnreadTokens(first_ids, candidates, weights),
-            read=partial(self._read, kinds, self._rules.read_back(bits)),
-        )
+        numbers = torch.cat([columns[0][:, 0] for _, columns in kinds])
+        places = np.argsort(np.concatenate([cells for cells, _ in kinds]))
+        return UnreadChains(self._lengths, places, UnreadTokens(numbers, candidates, weights))
 
-    def _read(self, kinds: Sequence[tuple[Int64s, list[torch.Tensor]]], copy: PendingCopy) -> list[ChainAnswers]:
+    def _read(self, kinds: Sequence[_Kind], copy: PendingCopy) -> list[ChainAnswers]:
         parts = iter(copy.wait().split([each.numel() for _, own in kinds for each in own]))
         answers: list[ChainAnswers] = []
         for places, columns in kinds:
@@ -225,9 +224,9 @@ class ChainLevels:
 
 
 def _told(found: ChildrenOnDevice, chances: torch.Tensor) -> ChildrenOnDevice:
-    """Give children the chances [num_rows, 1] that a head says."""
+    """Give children the chances that a head says, [num_rows] of all rows."""
     kept = found.numbers[:1] if len(found.numbers) == 2 else found.numbers
-    return replace(found, numbers=(*kept, chances))
+    return replace(found, numbers=(*kept, select_rows(chances[:, None].double(), found.rows)))
 
 
 def _chains(lengths: Int64s, ids: np.ndarray, *others: np.ndarray) -> Chains:

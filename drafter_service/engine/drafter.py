@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from outrider.drafter_service.engine.learning_messages import ServedSample
-from outrider.verifier_service.messages.columns import Chains, Int64s
+from outrider.verifier_service.messages.columns import Chains
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, History, Seed, SparseRow
 from outrider.verifier_service.messages.history import PastResponse
-from outrider.verifier_service.sampling.unread import UnreadTokens
+from outrider.verifier_service.sampling.unread import UnreadChains
 
 GREEDY = DraftSampling(temperature=0.0)
 
@@ -103,9 +103,7 @@ class ChainAnswers(NamedTuple):
 class ChainsLaunched:
     """The chains of a step's asks, in their order, that are being drafted."""
 
-    lengths: Int64s  # [num_asks]
-    places: Int64s  # where the tokens of all chains, one after the other, are among …
-    tokens: UnreadTokens  # … these
+    unread: Callable[[], UnreadChains]
     read: Callable[[], list[ChainAnswers]]  # waits until they are drafted; to be called once
 
 

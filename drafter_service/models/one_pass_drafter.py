@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from outrider.drafter_service.engine.chain_levels import ChainLevels
+from outrider.drafter_service.engine.draft_sampler import select_rows
 from outrider.drafter_service.engine.drafter import Ask, ChainsLaunched
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow, PagedModel
 from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import Edges, grow_rows, start_rows
 from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
-from outrider.verifier_service.gpu.transfers import upload, upload_rows
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.columns import Int64s, starts_of
 from outrider.verifier_service.messages.counts import GraphCounts
@@ -120,11 +121,11 @@ class CanvasState(PagedState):
     def lose_kv(self) -> None:
         self.roll_back(0)
 
-    def chunk(self, share: int) -> Chunk:
-        """Return what `share` of the pending tokens are: the canvas comes once the context is complete."""
+    def chunk(self, ask: Ask, share: int) -> Chunk:
+        """Return what `share` of an ask's pending tokens are: the canvas comes once the context is complete."""
         begin, missing = self.cached_end, self.num_missing
         return Chunk(
-            ask=self.asked,
+            ask=ask,
             begin=begin,
             end=begin + min(share, missing),
             canvas=self.canvas if share > missing else None,
@@ -159,10 +160,14 @@ class CanvasForward:
         assert growth is None, "a canvas is drafted at once: nobody starts its draft elsewhere"
         known = itertools.takewhile(lambda token_id: token_id < self._rules.vocab_size, ask.forced_ids[: ask.length])
         state.ask = ask = replace(ask, token_ids=list(ask.token_ids), forced_ids=tuple(known))
-        state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
+        self._lay_out(state, ask, max_num_tokens)
         state.growth = start_rows(
             ask, len(state.canvas.rows), trees=self._rules.trees, has_edges=self._model.edges is not None
         )
+
+    def _lay_out(self, state: CanvasState, ask: Ask, max_num_tokens: int) -> None:
+        """Give a state an ask's canvas, and roll it back to what the ask has in common with it."""
+        state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
         num_tokens = len(state.canvas.token_ids)
         state.num_together = min(num_tokens, max_num_tokens)
         state.num_canvas_slots = num_tokens if self._model.pages_canvas else 0
@@ -171,7 +176,7 @@ class CanvasForward:
         state.roll_back(num_kept if can_go_on else 0)
 
     def run(self, step: Step[CanvasState], follow: Follow[CanvasState]) -> None:
-        chunks, rows = self._compute(step.parts)
+        chunks, rows = self._compute([(state, state.asked, share) for state, share in step.parts])
         ready = [state for state, chunk in zip(step.states, chunks, strict=True) if chunk.canvas is not None]
         drafts = [Growing(state.asked, state.draft, len(state.asked.token_ids)) for state in ready]
         grow_rows(drafts, rows, self._rules, self._model.edges)
@@ -179,20 +184,14 @@ class CanvasForward:
     def take_tokens(self, states: Sequence[CanvasState], asks: Sequence[Ask]) -> tuple[int, Int64s] | None:
         """As in `ChainsForward`; not where a chain is longer than its canvas."""
         for state, ask in zip(states, asks, strict=True):
-            self.begin(state, ask, max_num_tokens=sys.maxsize, growth=None)
+            self._lay_out(state, ask, sys.maxsize)
         are_whole = all(len(state.canvas.rows) == ask.length for state, ask in zip(states, asks, strict=True))
         pending = [state.num_pending for state in states]
         slots = [state.num_slots_after(count) for state, count in zip(states, pending, strict=True)]
-        for state in states:
-            state.settle()
         return (sum(pending), np.array(slots, np.int64)) if are_whole else None
 
     def run_chains(self, states: Sequence[CanvasState], asks: Sequence[Ask], lengths: Int64s) -> ChainsLaunched:
-        for state, ask in zip(states, asks, strict=True):
-            state.ask = ask
-        _, rows = self._compute((state, state.num_pending) for state in states)
-        for state in states:
-            state.settle()
+        _, rows = self._compute([(state, ask, state.num_pending) for state, ask in zip(states, asks, strict=True)])
         positions = np.array([len(ask.token_ids) for ask in asks], np.int64)
         levels = ChainLevels([ask.sampling for ask in asks], positions, lengths, self._rules)
         found, edges, starts = torch.cat(rows), self._model.edges, starts_of(lengths)
@@ -200,16 +199,15 @@ class CanvasForward:
             return levels.guess(found)
 
         def law(chains: Int64s, level: int, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return edges(found.index_select(0, upload([starts[chains] + level], found.device)[0]), previous)
+            return edges(select_rows(found, (starts[chains] + level).tolist()), previous)
 
         return levels.along(law, upload_rows([ask.token_ids[-1] for ask in asks], found.device))
 
-    def _compute(self, parts: Iterable[tuple[CanvasState, int]]) -> tuple[list[Chunk], list[torch.Tensor]]:
-        """Run one forward over a share of each state's pending tokens; return it, and the rows of its canvases."""
-        parts = list(parts)
-        chunks = [state.chunk(share) for state, share in parts]
+    def _compute(self, parts: Sequence[tuple[CanvasState, Ask, int]]) -> tuple[list[Chunk], list[torch.Tensor]]:
+        """Run one forward over a share of each ask's pending tokens; return it, and the rows of its canvases."""
+        chunks = [state.chunk(ask, share) for state, ask, share in parts]
         self.num_forwards += 1
         rows = self._model.execute(chunks)
-        for (state, _), chunk in zip(parts, chunks, strict=True):
+        for (state, *_), chunk in zip(parts, chunks, strict=True):
             state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
         return chunks, rows

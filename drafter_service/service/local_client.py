@@ -67,8 +67,7 @@ class LocalDraftClient:
             return None
         sessions, chains = self._engine.launched
         rounds = [session.round.round_id for session in sessions if session.round is not None]
-        request_ids = [session.key.request_id for session in sessions]
-        return UnreadDrafts(request_ids, rounds, chains.lengths, chains.places, chains.tokens)
+        return UnreadDrafts([session.key.request_id for session in sessions], rounds, chains.unread())
 
     def _try(self, act: Callable[[], None]) -> None:
         if self._is_up:

@@ -81,10 +81,9 @@ class LaunchedStep:
         The rows of a request without one are ignored.
         """
         taken: list[tuple[Request, Draft]] = []
-        entries = iter(self.entries)
-        for item in self.schedule.items:
-            entry = next(entries) if item.samples else None
-            if entry is None or item.draft is None:
+        sampling = [item for item in self.schedule.items if item.samples]
+        for item, entry in zip(sampling, self.entries, strict=True):
+            if item.draft is None:
                 continue
             draft, length = item.request.draft, len(item.draft.token_ids)
             if draft is None or draft.is_unread:

@@ -71,14 +71,13 @@ class PipelinedEngine(VerifierEngine):
         if unread is not None and not self._extras.are_edited(unread.request_ids):
             self._undrafted = attach(unread, self.scheduler.running, self.drafting.round_of)
         if unread is not None and self._undrafted:
-            return unread.tokens
+            return unread.chains.tokens
         return super()._receive(now_s)
 
     def _read_drafts(self, step: LaunchedStep) -> None:
         """Read the drafts that a step verifies already. What they claim comes too late to cut them, and is learnt."""
         self.drafting.receive(self._requests, self._clock())
-        read_s = self._clock()
-        step.exposed_s = read_s - step.waited_since_s
+        step.exposed_s = self._clock() - step.waited_since_s
         self.pricing.admit_all(step.take_drafts())
         self._drop_placeholders()
         lost = [self._requests[request_id] for request_id in step.void & self._requests.keys()]

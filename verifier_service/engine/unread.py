@@ -7,29 +7,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.verifier_service.drafting.drafter_record import OutstandingRound
-from outrider.verifier_service.messages.batch import placeholder_tokens
-from outrider.verifier_service.messages.columns import Int64s
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.sampling.unread import UnreadTokens
+from outrider.verifier_service.sampling.unread import UnreadChains
 
 NO_ANSWER: tuple[int, tuple[int, ...]] = (0, ())  # rounds count from 1
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadDrafts:
-    """Chains that answer the rounds of a step."""
+    """What answers the rounds of a step, a chain each."""
 
     request_ids: Sequence[str]
     round_ids: Sequence[int]
-    lengths: Int64s  # [num_drafts]
-    places: Int64s  # where the tokens of all drafts, one after the other, are among …
-    tokens: UnreadTokens  # … these
-
-    def placeholders(self) -> list[tuple[int, ...]]:
-        """Return the placeholders of each draft."""
-        numbers, ends = placeholder_tokens(self.places), self.lengths.cumsum().tolist()
-        return [tuple(numbers[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    chains: UnreadChains
 
 
 class DraftsHere(Protocol):
@@ -43,7 +34,8 @@ def attach(
     unread: UnreadDrafts, running: Sequence[Request], round_of: Callable[[Request], OutstandingRound | None]
 ) -> list[Request]:
     """Give running requests their unread drafts, and return them; none, unless these are all that is waited for."""
-    answers = dict(zip(unread.request_ids, zip(unread.round_ids, unread.placeholders(), strict=True), strict=True))
+    rounds = zip(unread.round_ids, unread.chains.placeholders(), strict=True)
+    answers = dict(zip(unread.request_ids, rounds, strict=True))
     found: list[tuple[Request, Draft]] = []
     for request in running:
         if request.draft is not None:

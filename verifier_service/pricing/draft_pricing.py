@@ -324,10 +324,8 @@ class DraftPricing:
         kinds[is_drawn & (kinds == FOUND)] = PRICED
         for kind, own in groups_of(kinds):
             kept[own] = self._policy(kind).cut(load, survivals[own], num_drafted[own], is_probe[own])
-        drafted = StepShape(load.base.num_tokens + int(num_drafted.sum()), load.base.num_context_tokens)
-        left = StepShape(load.base.num_tokens + int(kept.sum()), load.base.num_context_tokens)
-        cost = load.level.cost
-        self._claims.add(1.0 - cost.seconds(left) / cost.seconds(drafted) if left != drafted else 0.0)
+        times = load.level.cost.seconds_with(load.base, int(num_drafted.sum()))
+        self._claims.add(1.0 - times[kept.sum()] / times[-1])
         for place in (kept < num_tokens + are_trees).nonzero()[0].tolist():
             draft, depth = drafts[place], int(kept[place])
             num_nodes = depth if draft.parents is None else len(draft.token_ids)

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.verifier_service.messages.batch import placeholder_tokens
+from outrider.verifier_service.messages.columns import Int64s
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
+
 
 @dataclass(frozen=True, slots=True)
 class UnreadTokens:
@@ -20,8 +24,8 @@ class UnreadTokens:
 
     def fill(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return int64 [num_tokens] with the tokens in place of their placeholders, which are negative."""
-        places = (-1 - token_ids).clamp(min=0)
-        return torch.where(token_ids < 0, self.numbers[places], token_ids)
+        fill_placeholders(filled := token_ids.clone(), self.numbers)
+        return filled
 
     def laws(self, placeholders: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what some tokens were drawn from: placeholders int64 [num_tokens].
@@ -40,3 +44,17 @@ class UnreadTokens:
         is_token = token_ids == ids
         shares = weights.double() / weights.sum(dim=1, keepdim=True).clamp(min=1)
         return token_ids, torch.where(is_drawn, shares, is_token.double()), is_token.int().argmax(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadChains:
+    """Drafts, one after the other."""
+
+    lengths: Int64s  # [num_chains]
+    places: Int64s  # where the tokens of all chains are among …
+    tokens: UnreadTokens  # … these
+
+    def placeholders(self) -> list[tuple[int, ...]]:
+        """Return the placeholders of each chain."""
+        numbers, ends = placeholder_tokens(self.places), self.lengths.cumsum().tolist()
+        return [tuple(numbers[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

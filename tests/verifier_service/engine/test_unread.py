@@ -11,7 +11,7 @@ from outrider.verifier_service.drafting.drafter_record import OutstandingRound
 from outrider.verifier_service.engine.unread import UnreadDrafts, attach
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.sampling.unread import UnreadTokens
+from outrider.verifier_service.sampling.unread import UnreadChains, UnreadTokens
 
 NAMES = "abc"
 
@@ -28,13 +28,10 @@ class Running:
             for round_id, (name, request) in enumerate(zip(NAMES, self.requests, strict=True), 7)
         }
         none = torch.zeros(0, 4, dtype=torch.int64)
-        self.unread = UnreadDrafts(
-            NAMES,
-            (7, 8, 9),
-            np.array([2, 1, 3]),
-            np.array([0, 3, 1, 2, 4, 5]),
-            UnreadTokens(torch.arange(6), none, none),
+        chains = UnreadChains(
+            np.array([2, 1, 3]), np.array([0, 3, 1, 2, 4, 5]), UnreadTokens(torch.arange(6), none, none)
         )
+        self.unread = UnreadDrafts(NAMES, (7, 8, 9), chains)
 
     def attach(self) -> list[str]:
         found = attach(self.unread, self.requests, lambda request: self.rounds.get(request.request_id))
